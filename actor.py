@@ -1,0 +1,269 @@
+"""Actor: one generation engine that never stops, and takes new weights in the middle of what it is writing.
+
+consumes  prompts: leave to sample a group; weights: the newest version
+emits     completions: `RolloutGroup`s with a log-prob and a version for every token, not yet scored
+
+    while True:
+        if newer weights are staged: load them            # between two decode steps; running sequences go on
+        while fewer than H sequences in flight: submit the next sample
+        for each sequence finished by engine.step(): add it to its group; a whole group goes out
+
+As in the paper: a constant number of sequences in flight, kept KV cache by default, no drain. Unlike it: rewards are
+computed in a process of their own (reward.py), weights travel beside decoding and only their swap stops it, and a prompt
+names the oldest weights that may sample it, which is how `max_lag` is kept.
+"""
+
+import json
+import os
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from config import Config
+from queues import Channels, Prompt, Report, Rollout, RolloutGroup, SharedMemoryWeights
+
+# ---------------------------------------------------------------- the engine behind three calls
+
+
+class WeightReceiver:
+    """What vLLM's worker learns for us (its `worker_extension_cls`): to stage new weights and to swap them in."""
+
+    def join_weight_channel(self, weights: SharedMemoryWeights) -> None:
+        model = self.model_runner.model
+        packed = [name for name, parameter in model.named_parameters() if parameter.numel() == 0]
+        if packed:
+            raise RuntimeError(f"vLLM packed weights away at load, they cannot be replaced: {packed[:3]}")
+        self.weights = weights
+        dtype = getattr(torch, weights.dtype)
+        self.staging = {n: torch.empty(shape, dtype=dtype, device=self.device) for n, shape in weights.layout.items()}
+        self.expected_weights = {name for name, _ in model.named_parameters()}
+
+    def stage_weights(self) -> int:
+        """Copy the newest version beside the model; runs in a thread while the engine decodes. Returns the version."""
+        version = self.weights.pull(self.staging)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return version
+
+    def swap_weights(self) -> None:
+        """Staged weights -> the live parameters, in place, by vLLM's own name mapping (fused qkv, tied head, shards).
+
+        Raises RuntimeError unless every parameter of the model was written.
+        """
+        loaded = self.model_runner.model.load_weights(self.staging.items())
+        if loaded is None or not self.expected_weights <= set(loaded):
+            missing = sorted(self.expected_weights - set(loaded or ()))
+            raise RuntimeError(f"a weight update left {len(missing)} parameters old: {missing[:5]}")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine hands back for a finished request; fields as in `Rollout`."""
+
+    request_id: str
+    completion_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str
+
+
+def end_of_sequence_ids(model: Path) -> list[int]:
+    """All of the checkpoint's end-of-sequence ids: a second one must not count as text that was cut."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if (model / name).is_file():
+            value = json.loads((model / name).read_text()).get("eos_token_id")
+            ids |= set(value if isinstance(value, list) else [] if value is None else [value])
+    return sorted(ids)
+
+
+class Engine:
+    """vLLM in this process, behind the paper's three calls: submit/step, join the weight channel, load weights."""
+
+    def __init__(self, cfg: Config, seed: int, device: str):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # `step` is ours: nothing decodes between two of its calls
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(cfg.actor.kv_cache_gib))))
+        import vllm
+        import vllm._custom_ops
+        from vllm.sampling_params import RequestOutputKind
+
+        if device == "cpu":
+            # oneDNN packs linear weights at load, out of reach of an update, and for small batches is no faster.
+            vllm._custom_ops._supports_onednn = False
+        extra = {} if device == "cpu" else {"gpu_memory_utilization": cfg.actor.gpu_memory_utilization}
+        self.kv, self.version, self.requests = cfg.actor.kv, 0, 0
+        self.engine = vllm.LLMEngine.from_engine_args(
+            vllm.EngineArgs(
+                model=str(cfg.model),
+                dtype=cfg.actor.dtype,
+                seed=seed,
+                max_model_len=cfg.actor.max_prompt_tokens + cfg.actor.max_completion_tokens,
+                max_num_seqs=cfg.actor.sequences,
+                enable_prefix_caching=cfg.actor.prefix_caching,
+                enforce_eager=cfg.actor.enforce_eager,
+                logprobs_mode="processed_logprobs",  # after the temperature: log μ, not the raw model's
+                generation_config="vllm",  # the checkpoint's own top_p, top_k and penalties must not apply
+                async_scheduling=False,  # else a step in flight would be labelled with the next version
+                worker_extension_cls=f"{WeightReceiver.__module__}.WeightReceiver",
+                disable_log_stats=True,
+                **extra,
+            )
+        )
+        self.engine.set_weight_version("0")
+        self.sampling = vllm.SamplingParams(
+            temperature=cfg.actor.temperature,
+            max_tokens=cfg.actor.max_completion_tokens,
+            stop_token_ids=end_of_sequence_ids(cfg.model),
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,  # text is for the verifier, which makes its own
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage-weights")
+        self._staged: Future | None = None
+
+    def submit(self, prompt_ids: list[int]) -> str:
+        """Start a sequence; returns its request id. Its prefix-cache blocks are shared within one version only."""
+        self.requests += 1
+        prompt = {"prompt_token_ids": prompt_ids, "cache_salt": str(self.version)}
+        self.engine.add_request(str(self.requests), prompt, self.sampling)
+        return str(self.requests)
+
+    def step(self) -> list[Completion]:
+        """One decode step of everything in flight; the sequences that it finished."""
+        finished = []
+        for output in self.engine.step():
+            completion = output.outputs[0]
+            ids = list(completion.token_ids)
+            versions = [int(s.version) for s in completion.weight_versions for _ in range(s.start, s.end)]
+            logprobs = [entry[token].logprob for token, entry in zip(ids, completion.logprobs, strict=True)]
+            finished.append(Completion(output.request_id, ids, logprobs, versions, completion.finish_reason))
+        return finished
+
+    def join_weight_channel(self, weights: SharedMemoryWeights) -> None:
+        self.weights = weights
+        self.engine.collective_rpc("join_weight_channel", args=(weights,))
+
+    def newer_weights_staged(self) -> bool:
+        """Whether a newer version lies beside the model; if one is published and does not yet, begins to stage it."""
+        if self._staged is None and self.weights.version > self.version:
+            self._staged = self._copier.submit(self.engine.collective_rpc, "stage_weights")
+        return self._staged is not None and self._staged.done()
+
+    def load_weights(self) -> float:
+        """Swap in the staged weights (waits for them if need be). Returns the stall: seconds decoding stood still."""
+        version = min(self._staged.result())
+        self._staged = None
+        start = time.monotonic()
+        self.engine.collective_rpc("swap_weights")
+        self.version = version
+        self.engine.set_weight_version(str(version))
+        if self.kv == "recompute":
+            self.engine.reset_prefix_cache(reset_running_requests=True)
+        return time.monotonic() - start
+
+
+# ---------------------------------------------------------------- the actor
+
+
+class Actor:
+    """Keeps H sequences in flight and puts finished ones together to groups."""
+
+    def __init__(self, cfg: Config, channels: Channels, engine: Engine, index: int):
+        self.cfg, self.channels, self.engine, self.index = cfg, channels, engine, index
+        self.waiting: deque[Prompt] = deque()  # samples admitted to this actor, not yet submitted
+        self.in_flight: dict[str, Prompt] = {}  # request id -> prompt
+        self.groups: dict[int, list[Rollout]] = {}  # group id -> its finished samples
+        self.outbox: deque[RolloutGroup] = deque()
+        self.evals_left = 0  # samples of the running evaluation not finished; weights stand still until it is 0
+        self.started = time.monotonic()
+        self.totals = {"generated_tokens": 0, "samples": 0, "updates": 0, "update_stall_s": 0.0, "idle_s": 0.0}
+
+    def may_update(self) -> bool:
+        """Whether the schedule lets the weights change now: not under a running evaluation, nor (drain) a sequence."""
+        return not self.evals_left and not (self.cfg.actor.update == "drain" and self.in_flight)
+
+    def maybe_update(self) -> None:
+        if self.engine.newer_weights_staged() and self.may_update():
+            self._update()
+
+    def _update(self) -> None:
+        self.totals["update_stall_s"] += self.engine.load_weights()
+        self.totals["updates"] += 1
+        self.report()
+
+    def admit(self) -> None:
+        """Fill up to H sequences in flight, sample by sample; evaluation prompts go first."""
+        if self.cfg.actor.update == "drain" and self.in_flight and self.engine.newer_weights_staged():
+            return  # let what is in flight run dry
+        while len(self.in_flight) < self.cfg.actor.sequences and self._take_prompt():
+            prompt = self.waiting[0]
+            if prompt.version > self.engine.version:  # published before the prompt was issued: it can be had
+                if not self.may_update():
+                    return
+                while not self.engine.newer_weights_staged():
+                    time.sleep(0.0005)
+                self._update()
+            if prompt.is_eval and not self.evals_left:
+                self.evals_left = self.cfg.eval.prompts
+            self.in_flight[self.engine.submit(prompt.prompt_ids.tolist())] = self.waiting.popleft()
+
+    def _take_prompt(self) -> bool:
+        """Make `waiting` hold the next sample; False if there is none or finished groups pile up behind us."""
+        prompt = self.channels.eval_prompts.try_get() if self.index == 0 else None
+        if prompt is not None:
+            self.waiting.appendleft(prompt)
+        elif not self.waiting and len(self.outbox) < 4:
+            prompt = self.channels.prompts.try_get()
+            if prompt is not None:
+                self.waiting.extend([prompt] * prompt.samples)
+        return bool(self.waiting)
+
+    def step(self) -> None:
+        """Decode one token of every sequence in flight; send the groups that this finishes."""
+        for completion in self.engine.step():
+            prompt = self.in_flight.pop(completion.request_id)
+            rollout = Rollout(
+                completion_ids=torch.tensor(completion.completion_ids),
+                logprobs=torch.tensor(completion.logprobs),
+                versions=torch.tensor(completion.versions),
+                finish_reason=completion.finish_reason,
+            )
+            self.totals["generated_tokens"] += len(completion.completion_ids)
+            self.totals["samples"] += 1
+            self.evals_left -= prompt.is_eval
+            rollouts = self.groups.setdefault(prompt.group_id, [])
+            rollouts.append(rollout)
+            if len(rollouts) == prompt.samples:
+                self.outbox.append(RolloutGroup(prompt, self.groups.pop(prompt.group_id)))
+        while self.outbox and self.channels.completions.try_put(self.outbox[0]):
+            self.outbox.popleft()
+
+    def report(self) -> None:
+        values = self.totals | {
+            "actor": self.index,
+            "version": self.engine.version,
+            "in_flight": len(self.in_flight),
+            "running_s": time.monotonic() - self.started,
+        }
+        self.channels.reports.try_put(Report("actor", values))
+
+
+def main(cfg: Config, channels: Channels, index: int, device: str) -> None:
+    engine = Engine(cfg, seed=cfg.seed * 1000 + index, device=device)
+    engine.join_weight_channel(channels.weights)
+    actor = Actor(cfg, channels, engine, index)
+    while not channels.stop.value:
+        actor.maybe_update()
+        actor.admit()
+        if actor.in_flight:
+            actor.step()
+        else:
+            start = time.monotonic()
+            time.sleep(0.001)
+            actor.step()  # nothing to decode, but groups may wait to be sent
+            actor.totals["idle_s"] += time.monotonic() - start
+    actor.report()

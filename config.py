@@ -1,0 +1,342 @@
+"""The configuration of a run: one dataclass tree, the presets, and the checks made before anything heavy starts."""
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+HERE = Path(__file__).parent
+
+
+class ConfigError(Exception):
+    """Bad input, with a message that names the value and the remedy; the launcher exits with code 2."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts: `rows.jsonl` (a {"prompt": …, "answer": …} a line) or `file.py:function`, called with a seed, yielding such rows."""
+
+    train: str = ""
+    """Training rows; begun again, reshuffled, when they are used up."""
+    eval: str = ""
+    """Held-out rows for the evaluations during a run; empty: no evaluation."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Verification, in processes of its own so that decoding never waits for it."""
+
+    function: str = "exact"
+    """`exact` (completion equals answer) or `file.py:function`, called with (completion text, row) -> float."""
+    workers: int = 1
+    """Processes that compute rewards."""
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    """Generation (vLLM)."""
+
+    sequences: int = 256
+    """H: sequences each actor keeps in flight."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer divides its logits by the same number."""
+    top_p: float = 1.0
+    """Must be 1: the trainer cannot mirror a truncated distribution."""
+    top_k: int = 0
+    """Must be 0 (off): the trainer cannot mirror a truncated distribution."""
+    max_prompt_tokens: int = 512
+    """Longer prompts are skipped and counted."""
+    max_completion_tokens: int = 1024
+    """Longer completions are cut (finish reason "length")."""
+    update: Literal["inflight", "drain"] = "inflight"
+    """Load new weights between decode steps, or only after every sequence in flight has finished."""
+    kv: Literal["keep", "recompute"] = "keep"
+    """At an update, running sequences keep their KV cache or have it recomputed under the new weights."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision of the engine and of the weights on their way to it."""
+    kv_cache_gib: float = 4.0
+    """KV cache of an actor without a GPU."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory an actor may take."""
+    prefix_caching: bool = True
+    """Share the prompt's KV cache within a group (never between versions)."""
+    enforce_eager: bool = False
+    """Do not capture CUDA graphs or compile."""
+
+
+@dataclass(frozen=True)
+class PreprocessConfig:
+    """Advantages and batches."""
+
+    baseline: Literal["leave_one_out", "mean"] = "leave_one_out"
+    """Baseline of a sample's reward: the mean of the group's other samples, or of the whole group."""
+    divide_by_std: bool = False
+    """Divide advantages by the group's standard deviation of rewards (as GRPO does)."""
+    zero_variance: Literal["keep", "drop"] = "keep"
+    """What becomes of groups whose rewards are all equal: trained with advantage 0, or dropped and counted."""
+    max_tokens_per_microbatch: int = 4096
+    """Sequences are packed into micro-batches of at most this many tokens (a longer sequence has one to itself)."""
+    ready_batches: int = 3
+    """No new group starts while so many batches are finished and not yet trained."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The optimizer and the loss."""
+
+    lr: float = 1e-6
+    """Learning rate after warm-up."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises linearly."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's decay rates."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this global norm."""
+    clamp: float = 5.0
+    """c: importance ratios are clamped to at most this."""
+    normaliser: Literal["token", "sequence"] = "token"
+    """Every token of the batch weighs the same, or every sequence does."""
+    kl_coef: float = 0.0
+    """Weight of the KL penalty against the initial model; 0: no reference model is loaded."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Held-out success, sampled at the training temperature by actor 0 between training sequences."""
+
+    every: int = 50
+    """Optimizer steps between evaluations (there is one at the start and one at the end as well); 0: none."""
+    prompts: int = 256
+    """Held-out prompts, one sample each, always the same ones."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run. Samples, groups and steps: one optimizer step trains on `batch_size` samples = batch_size / group_size groups."""
+
+    name: str = "run"
+    """The run's folder under `runs_dir`."""
+    runs_dir: Path = Path("runs")
+    """Where run folders are made."""
+    overwrite: bool = False
+    """Replace a run folder that already holds a run."""
+    seed: int = 0
+    """Seeds prompts, sampling and everything else."""
+    model: Path = Path("model")
+    """Folder of the initial model, Hugging Face format with safetensors and tokenizer."""
+    actors: int = 1
+    """Generation processes."""
+    trainers: int = 1
+    """Training processes; they share each batch and the sharded model (FSDP2)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where models run; auto: GPUs if there are enough for every actor and trainer."""
+    steps: int = 100
+    """Optimizer steps."""
+    batch_size: int = 128
+    """Samples an optimizer step trains on."""
+    group_size: int = 8
+    """Samples of each prompt."""
+    max_lag: int | None = None
+    """Hard bound, in optimizer steps, on the lag of any trained token, held by admission; None: no bound."""
+    show_every: int = 25
+    """Optimizer steps between decoded rollouts on the screen; 0: none."""
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def groups_per_batch(self) -> int:
+        return self.batch_size // self.group_size
+
+    @property
+    def run_dir(self) -> Path:
+        return self.runs_dir / self.name
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2, default=str)
+
+
+TINY = HERE / "examples" / "tiny"
+
+PRESETS: dict[str, tuple[str, Config]] = {
+    "tiny": (
+        "chain sums with a 0.45 M-parameter model: learns on two CPU cores in under three minutes",
+        Config(
+            name="tiny",
+            model=TINY / "model",
+            steps=300,
+            batch_size=128,
+            group_size=8,
+            max_lag=16,
+            data=DataConfig(train=f"{TINY}/task.py:train_rows", eval=f"{TINY}/task.py:held_out_rows"),
+            reward=RewardConfig(function=f"{TINY}/task.py:reward"),
+            actor=ActorConfig(
+                sequences=256,
+                max_prompt_tokens=32,
+                max_completion_tokens=64,
+                dtype="float32",
+                kv_cache_gib=1.0,
+                prefix_caching=False,
+                enforce_eager=True,
+            ),
+            preprocess=PreprocessConfig(max_tokens_per_microbatch=1024),
+            train=TrainConfig(lr=3e-4, warmup_steps=10),
+        ),
+    ),
+}
+
+
+# ---------------------------------------------------------------- what configs point to
+
+
+def load_function(spec: str) -> Callable:
+    """`path/file.py:name` -> the function. Raises ConfigError if there is none."""
+    path, _, name = spec.rpartition(":")
+    if not path.endswith(".py"):
+        raise ConfigError(f"{spec!r}: want `file.py:function`")
+    if not Path(path).is_file():
+        raise ConfigError(f"{path}: no such file (named by {spec!r})")
+    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise ConfigError(f"{path} has no function {name!r} (named by {spec!r})")
+    return getattr(module, name)
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """Rows with a `prompt` and an `answer`, both strings. Raises ConfigError that names the file and the line."""
+    if not path.is_file():
+        raise ConfigError(f"dataset {path}: no such file")
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"dataset {path}, line {number}: not JSON ({error})") from None
+        check_row(row, f"dataset {path}, line {number}")
+        rows.append(row)
+    if not rows:
+        raise ConfigError(f'dataset {path} is empty: want a line {{"prompt": …, "answer": …}} a row')
+    return rows
+
+
+def check_row(row: object, where: str) -> None:
+    """Raises ConfigError unless `row` is a dict with a non-empty string `prompt` and a string `answer`."""
+    if not isinstance(row, dict):
+        raise ConfigError(f'{where}: want an object with "prompt" and "answer", got {row!r}')
+    for key in ("prompt", "answer"):
+        if not isinstance(row.get(key), str) or (key == "prompt" and not row[key]):
+            raise ConfigError(f'{where}: "{key}" is missing or not a string: {row!r}')
+
+
+def model_layout(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every weight in the folder's safetensors files: what travels from trainer to actors."""
+    layout = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        layout |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return layout
+
+
+# ---------------------------------------------------------------- checks
+
+
+def check(cfg: Config) -> None:
+    """Everything that can be known to be wrong before anything heavy starts. Raises ConfigError."""
+    _check_numbers(cfg)
+    _check_model(cfg)
+    _check_data(cfg)
+    if cfg.reward.function != "exact":
+        load_function(cfg.reward.function)
+    if cfg.run_dir.exists() and not cfg.run_dir.is_dir():
+        raise ConfigError(f"{cfg.run_dir} is a file: choose another --name or --runs-dir")
+    if cfg.run_dir.is_dir() and any(cfg.run_dir.iterdir()) and not cfg.overwrite:
+        raise ConfigError(f"{cfg.run_dir} already holds a run: give --overwrite to replace it, or another --name")
+
+
+def _check_numbers(cfg: Config) -> None:
+    at_least_one = ("actors", "trainers", "steps", "batch_size", "group_size", "reward.workers", "actor.sequences")
+    at_least_one += ("actor.max_prompt_tokens", "actor.max_completion_tokens", "preprocess.max_tokens_per_microbatch")
+    for name in at_least_one + ("preprocess.ready_batches", "eval.prompts"):
+        value = _get(cfg, name)
+        if value < 1:
+            raise ConfigError(f"{name} is {value}: want at least 1")
+    for name in ("actor.temperature", "actor.kv_cache_gib", "train.lr", "train.clamp", "train.max_grad_norm"):
+        if not _get(cfg, name) > 0:
+            raise ConfigError(f"{name} is {_get(cfg, name)}: want a number above 0")
+    for name in ("max_lag", "eval.every", "show_every", "train.warmup_steps", "train.kl_coef", "train.weight_decay"):
+        value = _get(cfg, name)
+        if value is not None and not value >= 0:
+            raise ConfigError(f"{name} is {value}: want 0 or more")
+    if not 0 < cfg.actor.gpu_memory_utilization <= 1:
+        raise ConfigError(f"actor.gpu_memory_utilization is {cfg.actor.gpu_memory_utilization}: want a share above 0, up to 1")
+    if not all(0 <= beta < 1 for beta in cfg.train.adam_betas):
+        raise ConfigError(f"train.adam_betas is {cfg.train.adam_betas}: want two numbers from 0 to below 1")
+    if cfg.batch_size % cfg.group_size:
+        raise ConfigError(
+            f"batch_size {cfg.batch_size} is not a multiple of group_size {cfg.group_size}: groups are trained whole, "
+            f"so take {cfg.batch_size // cfg.group_size * cfg.group_size or cfg.group_size}"
+        )
+    if cfg.group_size == 1 and cfg.preprocess.baseline == "leave_one_out":
+        raise ConfigError("group_size 1 leaves nothing for a leave_one_out baseline: take group_size 2 or more")
+    if cfg.group_size == 1:
+        raise ConfigError("group_size 1 with baseline mean: every advantage would be 0; take group_size 2 or more")
+    if cfg.actor.top_p != 1.0 or cfg.actor.top_k != 0:
+        raise ConfigError(
+            f"top_p {cfg.actor.top_p}, top_k {cfg.actor.top_k}: the trainer cannot mirror a truncated distribution, so "
+            "importance ratios would be wrong; take top_p 1 and top_k 0, and sharpen with the temperature"
+        )
+
+
+def _get(cfg: Config, dotted: str):
+    value = cfg
+    for name in dotted.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _check_model(cfg: Config) -> None:
+    folder = cfg.model
+    if not folder.is_dir():
+        raise ConfigError(f"model folder {folder}: no such folder")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model folder {folder} has no config.json: want a model in Hugging Face format")
+    if not list(folder.glob("*.safetensors")):
+        raise ConfigError(f"model folder {folder} has no *.safetensors: save it with save_pretrained()")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ConfigError(f"model folder {folder} has no tokenizer: save it there with tokenizer.save_pretrained()")
+    context = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    budget = cfg.actor.max_prompt_tokens + cfg.actor.max_completion_tokens
+    if context is not None and budget > context:
+        raise ConfigError(
+            f"max_prompt_tokens {cfg.actor.max_prompt_tokens} + max_completion_tokens {cfg.actor.max_completion_tokens} "
+            f"= {budget} is over the model's context of {context} tokens: lower one of them"
+        )
+
+
+def _check_data(cfg: Config) -> None:
+    if not cfg.data.train:
+        raise ConfigError("data.train is empty: name a .jsonl file or `file.py:function`")
+    if cfg.eval.every and not cfg.data.eval:
+        raise ConfigError("data.eval is empty: name held-out rows, or turn evaluation off with --eval.every 0")
+    for name, source in (("data.train", cfg.data.train), ("data.eval", cfg.data.eval if cfg.eval.every else "")):
+        if source.endswith(".jsonl"):
+            read_jsonl(Path(source))
+        elif source:
+            first = list(itertools.islice(load_function(source)(cfg.seed), 1))
+            if not first:
+                raise ConfigError(f"{name}: {source} yields no rows")
+            check_row(first[0], f"{name}: first row of {source}")

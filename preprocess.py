@@ -1,0 +1,423 @@
+"""Preprocess: lets groups start, turns finished ones into advantages, and packs them into one batch per step.
+
+consumes  rollouts: scored `RolloutGroup`s; the version of the newest weights
+emits     prompts: leave to sample a group; batches: a `StepBatch` for every trainer rank
+
+    while steps are to be made:
+        while admission.may_start(newest version): issue the next prompt
+        group = next scored group; drop it if its rewards are all equal (option)
+        batch = admission.next_batch(finished groups); send its packed parts to the trainer ranks
+
+Unlike the paper's ring buffer nothing is thrown away to keep lag small: a group is only started if it is certain to be
+trained in time. Whoever throws away what comes late prefers short answers.
+"""
+
+import dataclasses
+import random
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from config import Config, ConfigError, check_row, load_function, read_jsonl
+from queues import Channels, MicroBatch, Prompt, Report, Rollout, RolloutGroup, StepBatch
+
+# ---------------------------------------------------------------- prompts
+
+
+def rows(source: str, seed: int) -> Iterator[dict]:
+    """Dataset rows without end: a .jsonl file reshuffled each epoch, or what a `file.py:function` yields.
+
+    A finite function is called again with another seed when it is exhausted. Raises ConfigError for a malformed row.
+    """
+    epoch = 0
+    while True:
+        if source.endswith(".jsonl"):
+            epoch_rows = read_jsonl(Path(source))
+            random.Random(f"{seed} {epoch}").shuffle(epoch_rows)
+        else:
+            epoch_rows = load_function(source)(seed + 1_000_003 * epoch)
+        number = 0
+        for number, row in enumerate(epoch_rows, start=1):
+            check_row(row, f"row {number} of {source}")
+            yield row
+        if not number:
+            raise ConfigError(f"{source} yields no rows")
+        epoch += 1
+
+
+def encoded_prompts(source: str, seed: int, encode: Callable[[str], list[int]], max_tokens: int, dropped: Counter):
+    """(prompt token ids, row) without end; prompts over `max_tokens` are skipped and counted.
+
+    Raises ConfigError if 1,000 prompts in a row are too long.
+    """
+    skipped = 0
+    for row in rows(source, seed):
+        prompt_ids = encode(row["prompt"])
+        if 0 < len(prompt_ids) <= max_tokens:
+            skipped = 0
+            yield torch.tensor(prompt_ids), row
+            continue
+        dropped["prompt_too_long"] += 1
+        skipped += 1
+        if skipped == 1000:
+            raise ConfigError(f"1,000 prompts of {source} in a row are over {max_tokens} tokens: raise max_prompt_tokens")
+
+
+# ---------------------------------------------------------------- admission: max_lag without throwing anything away
+
+
+class Admission:
+    """Which groups may start, and which finished groups make the next batch, so that no token's lag exceeds `max_lag`.
+
+    A group that starts when version v is out is only sampled by v or later, so it is in time if it is trained at a step
+    ≤ v + max_lag: its deadline. Step s has room for n groups, so everything can be in time if and only if
+
+        for every deadline d:   groups outstanding with deadline ≤ d   ≤   n · (d + 1 - next step)
+
+    `may_start` keeps that true when a group starts, `next_batch` when a batch leaves. Groups leave in the order of their
+    deadlines, those with equal ones as they finish; without a bound simply as they finish. A dropped group only makes
+    room. There is no deadlock: once the trainer has caught up, v is the next step and at least n groups may start.
+    """
+
+    def __init__(self, groups_per_batch: int, max_lag: int | None):
+        self.n, self.max_lag = groups_per_batch, max_lag
+        self.next_step = 0
+        self.deadlines: dict[int, float] = {}  # outstanding groups: started, neither trained nor dropped
+
+    def _deadline(self, version: int) -> float:
+        return float("inf") if self.max_lag is None else version + self.max_lag
+
+    def may_start(self, version: int) -> bool:
+        """Whether one more group may start now that `version` is the newest (versions never fall)."""
+        return len(self.deadlines) < self.n * (self._deadline(version) + 1 - self.next_step)
+
+    def start(self, group_id: int, version: int) -> None:
+        assert self.may_start(version)
+        self.deadlines[group_id] = self._deadline(version)
+
+    def drop(self, group_id: int) -> None:
+        del self.deadlines[group_id]
+
+    def next_batch(self, finished: list[int]) -> list[int] | None:
+        """The groups of the next step, out of those finished (in that order); None if it has to wait for more."""
+        if len(finished) < self.n:
+            return None
+        batch = sorted(finished, key=self.deadlines.__getitem__)[: self.n]
+        left = sorted(d for group_id, d in self.deadlines.items() if group_id not in set(batch))
+        if any(i >= self.n * (d - self.next_step) for i, d in enumerate(left)):  # after this step, i + 1 ≤ n·(d + 1 - s - 1)
+            return None  # an unfinished group has to be in this very batch
+        for group_id in batch:
+            del self.deadlines[group_id]
+        self.next_step += 1
+        return batch
+
+
+# ---------------------------------------------------------------- advantages
+
+
+def group_advantages(rewards: list[float], baseline: str, divide_by_std: bool) -> list[float]:
+    """Reward minus baseline, a sample: leave_one_out takes the mean of the *other* samples, mean that of the group.
+
+    >>> group_advantages([1.0, 0.0, 0.0], "leave_one_out", False)
+    [1.0, -0.5, -0.5]
+    """
+    n, total = len(rewards), sum(rewards)
+    if has_no_variance(rewards):  # exactly 0, whatever the rounding of the mean
+        return [0.0] * n
+    if baseline == "leave_one_out":
+        advantages = [r - (total - r) / (n - 1) for r in rewards]
+    else:
+        advantages = [r - total / n for r in rewards]
+    if divide_by_std:
+        std = statistics.pstdev(rewards)
+        advantages = [a / (std + 1e-6) for a in advantages]
+    return advantages
+
+
+def has_no_variance(rewards: list[float]) -> bool:
+    """Compared with rounding in mind: rewards that are sums of the same parts in another order are equal."""
+    return max(rewards) - min(rewards) <= 1e-9 * max(1.0, *map(abs, rewards))
+
+
+# ---------------------------------------------------------------- packing
+
+
+@dataclass
+class Sequence:
+    """A rollout on its way into a micro-batch."""
+
+    prompt_ids: torch.Tensor  # (P,)
+    rollout: Rollout  # C completion tokens
+    advantage: float
+    weight: float  # of each of its completion tokens in the loss
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.rollout.completion_ids)
+
+
+def pack(lengths: list[int], max_tokens: int, ranks: int) -> list[list[list[int]]]:
+    """Indices of sequences -> [rank][micro-batch][index], every rank with the same number of micro-batches.
+
+    As few micro-batches of at most `max_tokens` as first-fit on falling lengths finds, rounded up to a multiple of
+    `ranks`; then the longest sequences first, each into the emptiest micro-batch that has room, so that they come out
+    nearly equal. A sequence longer than `max_tokens` has a micro-batch to itself; micro-batches may be empty.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    bins: list[int] = []  # tokens in each
+    for i in order:
+        fits = next((b for b, tokens in enumerate(bins) if tokens + lengths[i] <= max_tokens), None)
+        if fits is None:
+            bins.append(lengths[i])
+        else:
+            bins[fits] += lengths[i]
+    count = -(-max(len(bins), 1) // ranks) * ranks
+    while True:
+        micro_batches: list[list[int]] = [[] for _ in range(count)]
+        tokens = [0] * count
+        for i in order:
+            emptiest = min(range(count), key=tokens.__getitem__)
+            if tokens[emptiest] and tokens[emptiest] + lengths[i] > max_tokens:
+                break  # spread this evenly it does not fit: one more micro-batch a rank
+            micro_batches[emptiest].append(i)
+            tokens[emptiest] += lengths[i]
+        else:
+            break
+        count += ranks
+    # Deal micro-batches to ranks in falling order, back and forth, so that ranks come out nearly equal as well.
+    by_tokens = sorted(range(count), key=lambda b: -tokens[b])
+    dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for k, b in enumerate(by_tokens):
+        turn, seat = divmod(k, ranks)
+        dealt[ranks - 1 - seat if turn % 2 else seat].append(micro_batches[b])
+    return dealt
+
+
+def make_micro_batch(sequences: list[Sequence]) -> MicroBatch:
+    """Sequences end to end in one row of T tokens; for none, one unmasked token, so that every rank has work to join in."""
+    if not sequences:
+        zero = torch.zeros(1)
+        return MicroBatch(
+            input_ids=zero.long(), position_ids=zero.long(), mask=zero.bool(), logprobs=zero,
+            versions=zero.long(), advantages=zero, weights=zero, ref_logprobs=None,
+        )  # fmt: skip
+
+    def row(of_prompt: Callable, of_completion: Callable) -> torch.Tensor:  # (T,)
+        return torch.cat([part for s in sequences for part in (of_prompt(s), of_completion(s))])
+
+    def completion_row(values: Callable, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return row(lambda s: torch.zeros(len(s.prompt_ids), dtype=dtype), values)
+
+    def constant(value: float, s: Sequence, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((len(s.rollout.completion_ids),), value, dtype=dtype)
+
+    return MicroBatch(
+        input_ids=row(lambda s: s.prompt_ids, lambda s: s.rollout.completion_ids),
+        position_ids=torch.cat([torch.arange(len(s)) for s in sequences]),
+        mask=completion_row(lambda s: constant(True, s, torch.bool), torch.bool),
+        logprobs=completion_row(lambda s: s.rollout.logprobs),
+        versions=completion_row(lambda s: s.rollout.versions, torch.int64),
+        advantages=completion_row(lambda s: constant(s.advantage, s)),
+        weights=completion_row(lambda s: constant(s.weight, s)),
+        ref_logprobs=None,
+    )
+
+
+def make_step_batches(cfg: Config, step: int, groups: list[RolloutGroup], ranks: int, metrics: dict) -> list[StepBatch]:
+    """One optimizer step's groups -> a StepBatch for every trainer rank, with the normalisers of the whole step."""
+    sequences = []
+    for group in groups:
+        rewards = [rollout.reward for rollout in group.rollouts]
+        advantages = group_advantages(rewards, cfg.preprocess.baseline, cfg.preprocess.divide_by_std)
+        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
+            weight = 1.0 if cfg.train.normaliser == "token" else 1.0 / len(rollout.completion_ids)
+            sequences.append(Sequence(group.prompt.prompt_ids, rollout, advantage, weight))
+    tokens = sum(len(s.rollout.completion_ids) for s in sequences)
+    normaliser = float(tokens) if cfg.train.normaliser == "token" else float(len(sequences))
+    dealt = pack([len(s) for s in sequences], cfg.preprocess.max_tokens_per_microbatch, ranks)
+    return [
+        StepBatch(
+            step=step,
+            micro_batches=[make_micro_batch([sequences[i] for i in micro_batch]) for micro_batch in micro_batches],
+            normaliser=normaliser,
+            tokens=tokens,
+            metrics=metrics,
+        )
+        for micro_batches in dealt
+    ]
+
+
+def batch_metrics(groups: list[RolloutGroup]) -> dict:
+    """What can be said of a step before it is trained."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [rollout.reward for rollout in rollouts]
+    lengths = [len(rollout.completion_ids) for rollout in rollouts]
+    return {
+        "samples": len(rollouts),
+        "reward": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "completion_tokens_mean": statistics.fmean(lengths),
+        "truncated_fraction": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
+        "no_variance_groups": sum(has_no_variance([r.reward for r in group.rollouts]) for group in groups),
+    }
+
+
+# ---------------------------------------------------------------- the preprocessor
+
+
+class Preprocessor:
+    """Issues prompts, takes scored groups, sends batches, and asks for evaluations."""
+
+    def __init__(self, cfg: Config, channels: Channels, tokenizer, add_ref_logprobs: Callable[[MicroBatch], MicroBatch]):
+        self.cfg, self.channels, self.tokenizer, self.add_ref_logprobs = cfg, channels, tokenizer, add_ref_logprobs
+        self.admission = Admission(cfg.groups_per_batch, cfg.max_lag)
+        self.dropped = Counter(zero_variance=0, prompt_too_long=0)
+        self.prompts = encoded_prompts(cfg.data.train, cfg.seed, self.encode, cfg.actor.max_prompt_tokens, self.dropped)
+        self.next_prompt = next(self.prompts)
+        self.issued = 0  # groups
+        self.finished: dict[int, RolloutGroup] = {}  # scored groups that wait for a batch, in the order they came
+        self.dropped_in_a_row = 0
+        self.eval_prompts: list[tuple[torch.Tensor, dict]] = []
+        if cfg.eval.every:
+            held_out = encoded_prompts(cfg.data.eval, cfg.seed, self.encode, cfg.actor.max_prompt_tokens, Counter())
+            self.eval_prompts = [next(held_out) for _ in range(cfg.eval.prompts)]
+        self.next_eval = 0  # version
+        self.eval_rollouts: list[Rollout] | None = None  # of the running evaluation
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    @property
+    def done(self) -> bool:
+        """All batches are sent and the evaluation of the final weights is in."""
+        evals_done = not self.eval_prompts or self.next_eval > self.cfg.steps
+        return self.admission.next_step == self.cfg.steps and evals_done and self.eval_rollouts is None
+
+    def issue_prompts(self) -> None:
+        """Start groups while admission and the backlog allow and the actors' queue has room."""
+        cfg, version = self.cfg, self.channels.weights.version
+        needed = cfg.steps * cfg.groups_per_batch + self.dropped["zero_variance"]
+        untrained = len(self.finished) + (self.admission.next_step - version) * cfg.groups_per_batch
+        while (
+            self.issued < needed
+            and untrained < cfg.preprocess.ready_batches * cfg.groups_per_batch
+            and self.admission.may_start(version)
+        ):
+            prompt_ids, row = self.next_prompt
+            if not self.channels.prompts.try_put(Prompt(self.issued, version, cfg.group_size, prompt_ids, row)):
+                return
+            self.admission.start(self.issued, version)
+            self.issued += 1
+            self.next_prompt = next(self.prompts)
+
+    def issue_eval(self) -> None:
+        """Ask for an evaluation of the newest weights when one is due; actor 0 holds them still until it is done."""
+        version = self.channels.weights.version
+        if not self.eval_prompts or self.eval_rollouts is not None or version < self.next_eval:
+            return
+        self.eval_rollouts = []
+        for i, (prompt_ids, row) in enumerate(self.eval_prompts):
+            self.channels.eval_prompts.put(Prompt(-1 - i, version, 1, prompt_ids, row))
+        upcoming = (version // self.cfg.eval.every + 1) * self.cfg.eval.every
+        self.next_eval = upcoming if version == self.cfg.steps else min(upcoming, self.cfg.steps)
+
+    def take(self, group: RolloutGroup) -> None:
+        """A scored group: to the evaluation, to the finished ones, or dropped and counted."""
+        group_id = group.prompt.group_id
+        if group.prompt.is_eval:
+            self._take_eval(group)
+        elif self.cfg.preprocess.zero_variance == "drop" and has_no_variance([r.reward for r in group.rollouts]):
+            self.dropped["zero_variance"] += 1
+            self.admission.drop(group_id)
+            self.dropped_in_a_row += 1
+            if self.dropped_in_a_row >= 100 * self.cfg.groups_per_batch:
+                raise RuntimeError(
+                    f"the last {self.dropped_in_a_row} groups were all dropped: every sample of a group got the same "
+                    "reward. The task is too hard or too easy for this model, or the verifier is wrong"
+                )
+        else:
+            self.dropped_in_a_row = 0
+            self.finished[group_id] = group
+
+    def _take_eval(self, group: RolloutGroup) -> None:
+        self.eval_rollouts += group.rollouts
+        if len(self.eval_rollouts) < len(self.eval_prompts):
+            return
+        versions = {version for rollout in self.eval_rollouts for version in rollout.versions.tolist()}
+        assert len(versions) == 1, f"the weights changed during an evaluation: versions {sorted(versions)}"
+        accuracy = statistics.fmean(rollout.reward for rollout in self.eval_rollouts)
+        self.channels.reports.put(Report("eval", {"eval_version": versions.pop(), "eval_accuracy": accuracy}))
+        self.eval_rollouts = None
+
+    def send_batches(self) -> None:
+        """Send every batch that is complete. Rank 0's part goes last: when it is there, all are."""
+        while self.admission.next_step < self.cfg.steps:
+            step = self.admission.next_step
+            group_ids = self.admission.next_batch(list(self.finished))
+            if group_ids is None:
+                return
+            groups = [self.finished.pop(group_id) for group_id in group_ids]
+            metrics = batch_metrics(groups) | {f"dropped_{reason}": n for reason, n in self.dropped.items()}
+            metrics["queue_rollouts"] = len(self.channels.rollouts)
+            batches = make_step_batches(self.cfg, step, groups, self.cfg.trainers, metrics)
+            self.report_rollout(step, groups[0])
+            for queue, batch in reversed(list(zip(self.channels.batches, batches, strict=True))):
+                micro_batches = [self.add_ref_logprobs(micro_batch) for micro_batch in batch.micro_batches]
+                queue.put(dataclasses.replace(batch, micro_batches=micro_batches))
+
+    def report_rollout(self, step: int, group: RolloutGroup) -> None:
+        """One sample of the step, for rollouts.jsonl and for the reader of the screen."""
+        rollout = group.rollouts[0]
+        values = {
+            "step": step + 1,
+            "group_id": group.prompt.group_id,
+            "prompt": group.prompt.row["prompt"],
+            "answer": group.prompt.row["answer"],
+            "reward": rollout.reward,
+            "finish_reason": rollout.finish_reason,
+            "tokens": [self.tokenizer.decode([token]) for token in rollout.completion_ids.tolist()],
+            "versions": rollout.versions.tolist(),
+            "logprobs": [round(logprob, 4) for logprob in rollout.logprobs.tolist()],
+        }
+        self.channels.reports.put(Report("rollout", values))
+
+
+def reference(cfg: Config, device: torch.device) -> Callable[[MicroBatch], MicroBatch]:
+    """A function that adds the initial model's log-probs to a micro-batch; without a KL penalty it adds nothing."""
+    if not cfg.train.kl_coef:
+        return lambda micro_batch: micro_batch
+    from transformers import AutoModelForCausalLM
+
+    from train import to_device, token_logprobs
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=dtype).eval().to(device)
+
+    @torch.no_grad()
+    def add_ref_logprobs(micro_batch: MicroBatch) -> MicroBatch:
+        logprobs, _ = token_logprobs(model, to_device(micro_batch, device), cfg.actor.temperature)
+        ref_logprobs = torch.zeros_like(micro_batch.logprobs)
+        ref_logprobs[micro_batch.mask] = logprobs.cpu()
+        return dataclasses.replace(micro_batch, ref_logprobs=ref_logprobs)
+
+    return add_ref_logprobs
+
+
+def main(cfg: Config, channels: Channels, device_name: str) -> None:
+    from transformers import AutoTokenizer
+
+    preprocessor = Preprocessor(
+        cfg, channels, AutoTokenizer.from_pretrained(cfg.model), reference(cfg, torch.device(device_name))
+    )
+    while not preprocessor.done:
+        if channels.stop.value:
+            return
+        preprocessor.issue_eval()
+        preprocessor.issue_prompts()
+        group = channels.rollouts.try_get(wait_s=0.02)
+        if group is not None:
+            preprocessor.take(group)
+            preprocessor.send_batches()
