@@ -9,8 +9,8 @@ emits     completions: `RolloutGroup`s with a log-prob and a version for every t
         for each sequence finished by engine.step(): add it to its group; a whole group goes out
 
 As in the paper: a constant number of sequences in flight, kept KV cache by default, no drain. Unlike it: rewards are
-computed in a process of their own (reward.py), weights travel beside decoding and only their swap stops it, and a prompt
-names the oldest weights that may sample it, which is how `max_lag` is kept.
+computed in a process of their own (reward.py), weights travel beside decoding so that only their swap stops it, and a
+prompt names the oldest weights that may sample it, which is how `max_lag` is kept.
 """
 
 import json
@@ -119,6 +119,7 @@ class Engine:
             max_tokens=cfg.actor.max_completion_tokens,
             stop_token_ids=end_of_sequence_ids(cfg.model),
             logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
             detokenize=False,  # text is for the verifier, which makes its own
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -139,7 +140,7 @@ class Engine:
             completion = output.outputs[0]
             ids = list(completion.token_ids)
             versions = [int(s.version) for s in completion.weight_versions for _ in range(s.start, s.end)]
-            logprobs = [entry[token].logprob for token, entry in zip(ids, completion.logprobs, strict=True)]
+            logprobs = completion.logprobs.logprobs
             finished.append(Completion(output.request_id, ids, logprobs, versions, completion.finish_reason))
         return finished
 

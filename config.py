@@ -18,7 +18,7 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Prompts: `rows.jsonl` (a {"prompt": …, "answer": …} a line) or `file.py:function`, called with a seed, yielding such rows."""
+    """Prompts: `rows.jsonl`, a line {"prompt": …, "answer": …} each, or `file.py:function`: seed -> such rows."""
 
     train: str = ""
     """Training rows; begun again, reshuffled, when they are used up."""
@@ -92,6 +92,8 @@ class TrainConfig:
     """Learning rate after warm-up."""
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly."""
+    lr_schedule: Literal["constant", "linear"] = "constant"
+    """After warm-up the learning rate stays, or falls linearly to 0 at the last step."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
     """Adam's decay rates."""
     weight_decay: float = 0.0
@@ -118,7 +120,7 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A run. Samples, groups and steps: one optimizer step trains on `batch_size` samples = batch_size / group_size groups."""
+    """A run. One optimizer step trains on `batch_size` samples, which are batch_size / group_size groups."""
 
     name: str = "run"
     """The run's folder under `runs_dir`."""
@@ -188,10 +190,10 @@ PRESETS: dict[str, tuple[str, Config]] = {
                 prefix_caching=False,
                 enforce_eager=True,
             ),
-            preprocess=PreprocessConfig(max_tokens_per_microbatch=1024),
+            preprocess=PreprocessConfig(max_tokens_per_microbatch=2048),
             train=TrainConfig(lr=3e-4, warmup_steps=10),
         ),
-    ),
+    )
 }
 
 
@@ -282,7 +284,9 @@ def _check_numbers(cfg: Config) -> None:
         if value is not None and not value >= 0:
             raise ConfigError(f"{name} is {value}: want 0 or more")
     if not 0 < cfg.actor.gpu_memory_utilization <= 1:
-        raise ConfigError(f"actor.gpu_memory_utilization is {cfg.actor.gpu_memory_utilization}: want a share above 0, up to 1")
+        raise ConfigError(
+            f"actor.gpu_memory_utilization is {cfg.actor.gpu_memory_utilization}: want a share above 0, up to 1"
+        )
     if not all(0 <= beta < 1 for beta in cfg.train.adam_betas):
         raise ConfigError(f"train.adam_betas is {cfg.train.adam_betas}: want two numbers from 0 to below 1")
     if cfg.batch_size % cfg.group_size:
@@ -322,8 +326,8 @@ def _check_model(cfg: Config) -> None:
     budget = cfg.actor.max_prompt_tokens + cfg.actor.max_completion_tokens
     if context is not None and budget > context:
         raise ConfigError(
-            f"max_prompt_tokens {cfg.actor.max_prompt_tokens} + max_completion_tokens {cfg.actor.max_completion_tokens} "
-            f"= {budget} is over the model's context of {context} tokens: lower one of them"
+            f"max_prompt_tokens {cfg.actor.max_prompt_tokens} + max_completion_tokens "
+            f"{cfg.actor.max_completion_tokens} = {budget} is over the model's context of {context} tokens: lower one"
         )
 
 

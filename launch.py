@@ -10,26 +10,23 @@ emits     runs/<name>/: config.json, metrics.jsonl, rollouts.jsonl, logs/, model
 Exit code 0 when the run is complete, 2 for bad input, 1 when a role failed, 130 or 143 when interrupted (Ctrl-C, TERM).
 """
 
+import ctypes
+import dataclasses
+import importlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import statistics
+import sys
 import time
+import traceback
+from pathlib import Path
+
+from config import PRESETS, Config, ConfigError, check, model_layout
 
 START = time.monotonic()
-
-import contextlib  # noqa: E402 (START is the launch)
-import ctypes  # noqa: E402
-import dataclasses  # noqa: E402
-import importlib  # noqa: E402
-import json  # noqa: E402
-import multiprocessing  # noqa: E402
-import os  # noqa: E402
-import shutil  # noqa: E402
-import signal  # noqa: E402
-import statistics  # noqa: E402
-import sys  # noqa: E402
-import traceback  # noqa: E402
-from pathlib import Path  # noqa: E402
-
-from config import PRESETS, Config, ConfigError, check, model_layout  # noqa: E402
-
 SHUTDOWN_S = 8.0  # for roles to end by themselves, the model to be saved; then they are killed
 
 # ---------------------------------------------------------------- command line
@@ -59,28 +56,32 @@ class Place:
 
     device: str  # torch device as the role sees it
     cores: tuple[int, ...]
+    threads: int
     gpu: str = ""  # CUDA_VISIBLE_DEVICES
 
 
 def plan(cfg: Config, cores: list[int], gpus: list[str]) -> dict[str, Place]:
     """Role -> place. Trainers first on the GPUs, actors after them; without GPUs each gets cores of its own.
 
-    The light roles (preprocess, reward, the launcher) share the trainers' cores: the decode loop is the one that must
-    not be disturbed. Raises ConfigError if `device` asks for GPUs that are not there.
+    The light roles (preprocess, reward, the launcher) may use any core: whichever of the two sides waits has one to
+    spare. Raises ConfigError if `device` asks for GPUs that are not there.
     """
     names = [f"train-{i}" for i in range(cfg.trainers)] + [f"actor-{i}" for i in range(cfg.actors)]
     use_gpus = cfg.device == "cuda" or (cfg.device == "auto" and len(gpus) >= len(names))
     if use_gpus and len(gpus) < len(names):
-        raise ConfigError(f"device cuda: {cfg.trainers} trainers + {cfg.actors} actors need {len(names)} GPUs, there are {len(gpus)}")
+        raise ConfigError(
+            f"device cuda: {cfg.trainers} trainers + {cfg.actors} actors need {len(names)} GPUs, there are {len(gpus)}"
+        )
     share = len(cores) // len(names)
     places, taken = {}, 0
     for i, name in reversed(list(enumerate(names))):  # actors take the first cores; what is left over goes to train-0
         own = cores[taken : taken + share] if i else cores[taken:]
         taken += share
-        places[name] = Place("cuda" if use_gpus else "cpu", tuple(own if share else cores), gpus[i] if use_gpus else "")
-    light = tuple(sorted({core for name in names if name.startswith("train") for core in places[name].cores}))
-    places["preprocess"] = Place(places["train-0"].device, light, places["train-0"].gpu)
-    places |= {f"reward-{i}": Place("cpu", light) for i in range(cfg.reward.workers)}
+        own = tuple(own if share else cores)
+        places[name] = Place("cuda" if use_gpus else "cpu", own, len(own) if share else 1, gpus[i] if use_gpus else "")
+    light = tuple(cores)
+    places["preprocess"] = Place(places["train-0"].device, light, 1, places["train-0"].gpu)
+    places |= {f"reward-{i}": Place("cpu", light, 1) for i in range(cfg.reward.workers)}
     return places
 
 
@@ -102,7 +103,10 @@ def make_channels(cfg: Config, context):
         eval_prompts=queue("held-out prompts", cfg.eval.prompts, group_bytes),
         completions=queue("completions", 64, group_bytes),
         rollouts=queue("rollouts", 64, group_bytes),
-        batches=[queue(f"batches for trainer {i}", cfg.preprocess.ready_batches + 1, batch_bytes) for i in range(cfg.trainers)],
+        batches=[
+            queue(f"batches for trainer {i}", cfg.preprocess.ready_batches + 1, batch_bytes)
+            for i in range(cfg.trainers)
+        ],
         weights=SharedMemoryWeights(model_layout(cfg.model), cfg.actor.dtype, context),
         reports=queue("reports", 256, group_bytes),
         stop=stop,
@@ -115,7 +119,9 @@ def make_channels(cfg: Config, context):
 def run_role(name: str, cfg: Config, channels, place: Place, log: Path, launcher: int) -> None:
     """First thing in a role's process: die with the launcher, log to a file, then the role's own `main`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher decides
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing survives the launcher
+    libc = ctypes.CDLL(None)
+    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing survives the launcher
+    libc.prctl(15, name.encode())  # PR_SET_NAME: what `top` and `ps` show
     if os.getppid() != launcher:
         os._exit(1)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -136,41 +142,27 @@ def run_role(name: str, cfg: Config, channels, place: Place, log: Path, launcher
         os._exit(1)  # do not wait for threads of a role that failed
 
 
-@contextlib.contextmanager
-def environment(place: Place):
-    """What a role's process inherits at its start: cores, thread counts, the GPU."""
-    variables = {
-        "OMP_NUM_THREADS": str(len(place.cores)),
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, place.cores)),
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",  # models are folders
-    }
-    if place.gpu:
-        variables["CUDA_VISIBLE_DEVICES"] = place.gpu
-    saved, cores = dict(os.environ), os.sched_getaffinity(0)
-    os.environ.update(variables)
-    os.sched_setaffinity(0, place.cores)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(saved)
-        os.sched_setaffinity(0, cores)
-
-
 class Roles:
     """The processes of a run."""
 
     def __init__(self, cfg: Config, channels, places: dict[str, Place], context):
-        self.channels, self.logs = channels, cfg.run_dir / "logs"
+        self.channels, self.logs, self.processes = channels, cfg.run_dir / "logs", {}
         self.logs.mkdir(parents=True)
-        self.processes = {}
+        all_cores = os.sched_getaffinity(0)
         for name in sorted(places, key=lambda name: not name.startswith("actor")):  # the slowest to start goes first
-            arguments = (name, cfg, channels, places[name], self.logs / f"{name}.log", os.getpid())
+            place = places[name]
+            os.sched_setaffinity(0, place.cores)  # what a process has at its start it has in all its threads
+            os.environ |= {
+                "OMP_NUM_THREADS": str(place.threads),
+                "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, place.cores)),
+                "VLLM_NO_USAGE_STATS": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+                "HF_HUB_OFFLINE": "1",  # models are folders
+            } | ({"CUDA_VISIBLE_DEVICES": place.gpu} if place.gpu else {})
+            arguments = (name, cfg, channels, place, self.logs / f"{name}.log", os.getpid())
             self.processes[name] = context.Process(target=run_role, args=arguments, name=name)
-            with environment(places[name]):
-                self.processes[name].start()
+            self.processes[name].start()
+        os.sched_setaffinity(0, all_cores)
 
     def dead(self, finishing: tuple[str, ...] = ("train", "preprocess")) -> str | None:
         """A role that ended and should not have: badly, or too early for its kind."""
@@ -183,7 +175,7 @@ class Roles:
         return all(p.exitcode == 0 for name, p in self.processes.items() if name.startswith(("train", "preprocess")))
 
     def stop(self, deadline: float) -> None:
-        """Ask all roles to end, keep the report queue flowing meanwhile, kill those that have not by the deadline."""
+        """Ask all roles to end, and kill those that have not by the deadline."""
         self.channels.stop.value = 1
         while any(p.exitcode is None for p in self.processes.values()) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -219,46 +211,52 @@ class Record:
         from tqdm import tqdm
 
         self.cfg, self.steps, self.evals = cfg, [], []
-        self.actors: dict[int, tuple[dict, dict]] = {}  # index -> totals at the last step line, totals now
-        self.last_step_time: float | None = None
+        self.actors: dict[int, dict] = {}  # index -> its newest totals
+        self.totals = {
+            "generated_tokens": 0,
+            "update_stall_s": 0.0,
+            "idle_s": 0.0,
+            "running_s": 0.0,
+        }  # at the last step
+        self.pending_eval: dict = {}  # joins the line of the next step
         self.held_back: dict | None = None  # the last step's line waits for the last evaluation
-        self.pending_eval: dict = {}
-        self.metrics_file = (cfg.run_dir / "metrics.jsonl").open("a")
-        self.rollouts_file = (cfg.run_dir / "rollouts.jsonl").open("a")
-        self.bar = tqdm(total=cfg.steps, unit="step", dynamic_ncols=True, disable=None, smoothing=0.1)
-        self.bar.set_description("starting")
-
-    def write(self, text: str) -> None:
-        self.bar.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        self.metrics_file = (cfg.run_dir / "metrics.jsonl").open("a", buffering=1)
+        self.rollouts_file = (cfg.run_dir / "rollouts.jsonl").open("a", buffering=1)
+        self.bar = tqdm(total=cfg.steps, unit="step", dynamic_ncols=True, disable=None, desc="starting")
 
     def take(self, kind: str, values: dict) -> None:
-        getattr(self, f"_take_{kind}")(values)
+        if kind == "actor":
+            self.actors[values["actor"]] = values
+        elif kind == "rollout":
+            self.rollouts_file.write(json.dumps(values) + "\n")
+            if self.cfg.show_every and (values["step"] - 1) % self.cfg.show_every == 0:
+                self.write(show_rollout(values))
+        elif kind == "eval":
+            self.evals.append(values | {"time_s": time.monotonic() - START})
+            self.pending_eval = values
+            if self.held_back and values["eval_version"] == self.cfg.steps:
+                self.close_step()
+        elif kind == "step":
+            self.held_back = self.step_line(values)
+            if values["step"] < self.cfg.steps or not self.cfg.eval.every:
+                self.close_step()
 
-    def _take_actor(self, totals: dict) -> None:
-        before, _ = self.actors.get(totals["actor"], (dict.fromkeys(totals, 0), totals))
-        self.actors[totals["actor"]] = (before, totals)
-
-    def _take_eval(self, values: dict) -> None:
-        self.evals.append(values | {"time_s": time.monotonic() - START})
-        self.pending_eval = values
-        if self.held_back is not None and values["eval_version"] == self.cfg.steps:
-            self.close_step()
-
-    def _take_step(self, metrics: dict) -> None:
-        now = time.monotonic()
-        per_s = rates(self.actors)
-        if per_s:
-            self.actors = {index: (totals, totals) for index, (_, totals) in self.actors.items()}
-        elif self.steps:
-            per_s = {"generated_tokens_per_s": self.steps[-1]["generated_tokens_per_s"], "update_stall_s": 0.0}
-        step_s = now - self.last_step_time if self.last_step_time else metrics["wait_s"] + metrics["train_s"]
-        self.last_step_time = now
-        head = {"step": metrics["step"], "version": metrics["version"], "time_s": now - START}
-        rate = {"generated_tokens_per_s": 0.0, "update_stall_s": 0.0} | per_s
-        self.held_back = head | metrics | rate | {"trained_tokens_per_s": metrics["tokens"] / step_s}
-        if metrics["step"] < self.cfg.steps or not self.cfg.eval.every:
-            self.close_step()
+    def step_line(self, metrics: dict) -> dict:
+        """The trainer's metrics with what only the launcher knows: the time, and what the actors did since the last."""
+        now, before = time.monotonic() - START, self.totals
+        self.totals = {key: sum(actor[key] for actor in self.actors.values()) for key in before}
+        done = {key: self.totals[key] - before[key] for key in before}
+        last = self.steps[-1] if self.steps else {"time_s": now - metrics["wait_s"] - metrics["train_s"]}
+        rate = last.get("generated_tokens_per_s", 0.0)  # an actor reports when it has new weights: not for every step
+        if done["running_s"]:
+            rate = done["generated_tokens"] / done["running_s"] * len(self.actors)
+        head = {"step": metrics["step"], "version": metrics["version"], "time_s": now}
+        return head | metrics | {
+            "generated_tokens_per_s": rate,
+            "trained_tokens_per_s": metrics["tokens"] / (now - last["time_s"]),
+            "update_stall_s": done["update_stall_s"],
+            "actor_idle_s": done["idle_s"],
+        }  # fmt: skip
 
     def close_step(self) -> None:
         """Write the line of a step, with the evaluation that came in since the last one, if any."""
@@ -268,44 +266,36 @@ class Record:
         self.held_back, self.pending_eval = None, {}
         self.steps.append(line)
         self.metrics_file.write(json.dumps(line) + "\n")
-        self.metrics_file.flush()
         if len(self.steps) % 25 == 1:
             self.write("".join(f"{title:>{width}}" for title, _, _, width in self.COLUMNS))
-        cells = (f.format(line[key]) if line.get(key) is not None else "" for _, key, f, _ in self.COLUMNS)
-        self.write("".join(f"{cell:>{column[3]}}" for cell, column in zip(cells, self.COLUMNS, strict=True)))
-        self.bar.set_description(f"reward {line['reward']:.2f}")
-        self.bar.update(line["step"] - self.bar.n)
+        cells = ((form.format(line[key]) if key in line else "", width) for _, key, form, width in self.COLUMNS)
+        self.write("".join(f"{cell:>{width}}" for cell, width in cells))
+        self.bar.set_description(f"reward {line['reward']:.2f}", refresh=False)
+        self.bar.update()
 
-    def _take_rollout(self, rollout: dict) -> None:
-        self.rollouts_file.write(json.dumps(rollout) + "\n")
-        self.rollouts_file.flush()
-        if self.cfg.show_every and rollout["step"] % self.cfg.show_every == 1 % self.cfg.show_every:
-            self.write(show_rollout(rollout))
+    def write(self, text: str) -> None:
+        self.bar.write(text, file=sys.stdout)
+        sys.stdout.flush()
 
     def summary(self, outcome: str) -> str:
         """The run in a few lines."""
-        steps, seconds = self.steps, time.monotonic() - START
+        steps, evals, seconds = self.steps, self.evals, time.monotonic() - START
         lines = [f"{self.cfg.name}: {outcome} after {len(steps)} of {self.cfg.steps} optimizer steps, {seconds:.0f} s"]
-        if self.evals:
-            first, last = self.evals[0], self.evals[-1]
-            lines.append(
-                f"  held-out success  {first['eval_accuracy']:.1%} (version {first['eval_version']}) -> "
-                f"{last['eval_accuracy']:.1%} (version {last['eval_version']}), {self.cfg.eval.prompts} prompts"
-            )
+        if evals:
+            start, end = (f"{e['eval_accuracy']:.1%} (version {e['eval_version']})" for e in (evals[0], evals[-1]))
+            lines.append(f"  held-out success  {start} -> {end}, {self.cfg.eval.prompts} prompts")
         if len(steps) > 1:
-            training_s = steps[-1]["time_s"] - steps[0]["time_s"]
-            samples = sum(step["samples"] for step in steps[1:])
-            running_s = sum(now["running_s"] for _, now in self.actors.values()) or 1.0
-            stall_s, idle_s = (sum(now[k] for _, now in self.actors.values()) for k in ("update_stall_s", "idle_s"))
-            lag, ess = (statistics.fmean(step[key] for step in steps) for key in ("lag_mean", "ess"))
+            mean = {key: statistics.fmean(step[key] for step in steps) for key in ("lag_mean", "ess")}
+            total = {key: sum(step[key] for step in steps[1:]) for key in ("samples", "wait_s")}
+            training_s, actors_s = steps[-1]["time_s"] - steps[0]["time_s"], self.totals["running_s"] or 1.0
+            stall_s, idle = self.totals["update_stall_s"], self.totals["idle_s"] / actors_s
             lines += [
                 f"  reward            {steps[0]['reward']:.3f} -> {steps[-1]['reward']:.3f}",
-                f"  speed             {samples / training_s:.0f} samples/s, {len(steps) / training_s:.2f} steps/s",
-                f"  lag               mean {lag:.2f}, max {max(step['lag_max'] for step in steps)} optimizer steps",
-                f"  ESS               mean {ess:.3f}, min {min(step['ess'] for step in steps):.3f}",
-                f"  update stall      {stall_s / running_s:.2%} of the actors' time ({1000 * stall_s:.0f} ms in all)",
-                f"  idle              actors {idle_s / running_s:.1%}, trainer "
-                f"{sum(step['wait_s'] for step in steps[1:]) / training_s:.1%}",
+                f"  speed             {total['samples'] / training_s:.0f} samples/s, {len(steps) / training_s:.2f} steps/s",
+                f"  lag               mean {mean['lag_mean']:.2f}, max {max(step['lag_max'] for step in steps)} steps",
+                f"  ESS               mean {mean['ess']:.3f}, min {min(step['ess'] for step in steps):.3f}",
+                f"  update stall      {stall_s / actors_s:.2%} of the actors' time ({1000 * stall_s:.0f} ms in all)",
+                f"  idle              actors {idle:.1%}, trainer {total['wait_s'] / training_s:.1%}",
             ]
         return "\n".join([*lines, f"  everything is in  {self.cfg.run_dir}"])
 
@@ -316,39 +306,25 @@ class Record:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
 
-        seconds = [step["time_s"] for step in self.steps]
+        def line(axes, rows: list[dict], key: str, style: str, color: str, label: str) -> None:
+            axes.plot([row["time_s"] for row in rows], [row[key] for row in rows], style, color=color, label=label)
+
         figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 2))
-        top.plot(seconds, [step["reward"] for step in self.steps], color="tab:blue", alpha=0.5, label="reward of the batch")
-        top.plot(
-            [e["time_s"] for e in self.evals], [e["eval_accuracy"] for e in self.evals], "o-", color="tab:red",
-            label="held-out success, sampled",
-        )  # fmt: skip
-        top.set(ylabel="success rate", ylim=(0, 1.02), title=f"{self.cfg.name}: {len(self.steps)} optimizer steps, seed {self.cfg.seed}")
-        top.legend(loc="lower right")
-        for key, style in (("lag_max", ":"), ("lag_mean", "-")):
-            bottom.plot(seconds, [step[key] for step in self.steps], style, color="tab:green", label=key.replace("_", " "))
-        bottom.set(xlabel="seconds since the launch", ylabel="lag (optimizer steps)", ylim=(0, None))
         right = bottom.twinx()
-        right.plot(seconds, [step["ess"] for step in self.steps], color="tab:orange", label="ESS")
+        line(top, self.steps, "reward", "-", "lightsteelblue", "reward of the batch")
+        line(top, self.evals, "eval_accuracy", "o-", "tab:red", "held-out success, sampled")
+        line(bottom, self.steps, "lag_max", ":", "tab:green", "lag, max")
+        line(bottom, self.steps, "lag_mean", "-", "tab:green", "lag, mean")
+        line(right, self.steps, "ess", "-", "tab:orange", "ESS")
+        top.set(ylabel="success rate", ylim=(0, 1.02), title=f"{self.cfg.name}: {len(self.steps)} optimizer steps")
+        bottom.set(xlabel="seconds since the launch", ylabel="lag (optimizer steps)", ylim=(0, None))
         right.set(ylabel="ESS", ylim=(0, 1.05))
-        bottom.legend(*(a + b for a, b in zip(bottom.get_legend_handles_labels(), right.get_legend_handles_labels(), strict=True)))
-        for axes in (top, bottom):
-            axes.grid(alpha=0.3)
+        for axes, place in ((top, "lower right"), (bottom, "lower left"), (right, "lower right")):
+            axes.legend(loc=place)
+            axes.grid(axes is not right, alpha=0.3)
         figure.tight_layout()
         figure.savefig(self.cfg.run_dir / "reward.png", dpi=120)
         plt.close(figure)
-
-
-def rates(actors: dict[int, tuple[dict, dict]]) -> dict:
-    """Tokens/s and stall of all actors between their totals at the last step line and now; {} if one has none newer."""
-    per_s, stall = 0.0, 0.0
-    for before, now in actors.values():
-        seconds = now["running_s"] - before["running_s"]
-        if not seconds:
-            return {}
-        per_s += (now["generated_tokens"] - before["generated_tokens"]) / seconds
-        stall += now["update_stall_s"] - before["update_stall_s"]
-    return {"generated_tokens_per_s": per_s, "update_stall_s": stall} if actors else {}
 
 
 def show_rollout(rollout: dict) -> str:
@@ -360,10 +336,8 @@ def show_rollout(rollout: dict) -> str:
         else:
             runs.append((version, token))
     text = " ".join(f"v{version}[{part}]" for version, part in runs)
-    return (
-        f"  ┌ trained at step {rollout['step']}: {rollout['prompt']!r}, answer {rollout['answer']!r}, "
-        f"reward {rollout['reward']:g}\n  └ {text}"
-    )
+    about = f"{rollout['prompt']!r}, answer {rollout['answer']!r}, reward {rollout['reward']:g}"
+    return f"  ┌ trained at step {rollout['step']}: {about}\n  └ {text}"
 
 
 # ---------------------------------------------------------------- the run
@@ -378,19 +352,20 @@ def prepare_run_dir(cfg: Config) -> None:
     (cfg.run_dir / "config.json").write_text(cfg.to_json() + "\n")
 
 
+def drain(reports, record: Record, wait_s: float = 0.0) -> None:
+    """Show and write whatever roles have reported."""
+    while (report := reports.try_get(wait_s=wait_s)) is not None:
+        record.take(report.kind, report.values)
+
+
 def supervise(roles: Roles, record: Record, interrupted: list[int]) -> str | None:
-    """Show reports until the run is complete, interrupted, or a role is dead: then its name."""
+    """Until the run is complete, interrupted, or a role is dead: then its name."""
     while not interrupted:
         finished, dead = roles.finished(), roles.dead()  # looked at before the reports, so that none is missed
-        while (report := record_next(roles, 0.0 if finished or dead else 0.1)) is not None:
-            record.take(report.kind, report.values)
+        drain(roles.channels.reports, record, wait_s=0.0 if finished or dead else 0.1)
         if dead or finished:
             return dead
     return None
-
-
-def record_next(roles: Roles, wait_s: float):
-    return roles.channels.reports.try_get(wait_s=wait_s)
 
 
 def gpus() -> list[str]:
@@ -410,15 +385,13 @@ def run(cfg: Config) -> int:
     context = multiprocessing.get_context("spawn")
     channels = make_channels(cfg, context)
     roles = Roles(cfg, channels, places, context)
-    os.sched_setaffinity(0, places["preprocess"].cores)
     record = Record(cfg)
     dead = None
     try:
         dead = supervise(roles, record, interrupted)
     finally:
         roles.stop(time.monotonic() + SHUTDOWN_S)
-        while (report := record_next(roles, 0.0)) is not None:
-            record.take(report.kind, report.values)
+        drain(channels.reports, record)
         record.close_step()
         record.bar.close()
     if record.steps:

@@ -64,7 +64,9 @@ def encoded_prompts(source: str, seed: int, encode: Callable[[str], list[int]], 
         dropped["prompt_too_long"] += 1
         skipped += 1
         if skipped == 1000:
-            raise ConfigError(f"1,000 prompts of {source} in a row are over {max_tokens} tokens: raise max_prompt_tokens")
+            raise ConfigError(
+                f"1,000 prompts of {source} in a row are over {max_tokens} tokens: raise max_prompt_tokens"
+            )
 
 
 # ---------------------------------------------------------------- admission: max_lag without throwing anything away
@@ -78,9 +80,9 @@ class Admission:
 
         for every deadline d:   groups outstanding with deadline ≤ d   ≤   n · (d + 1 - next step)
 
-    `may_start` keeps that true when a group starts, `next_batch` when a batch leaves. Groups leave in the order of their
-    deadlines, those with equal ones as they finish; without a bound simply as they finish. A dropped group only makes
-    room. There is no deadlock: once the trainer has caught up, v is the next step and at least n groups may start.
+    `may_start` keeps that true when a group starts, `next_batch` when a batch leaves. Groups leave in the order of
+    their deadlines, those with equal ones as they finish; without a bound simply as they finish. A dropped group only
+    makes room. No deadlock: once the trainer has caught up, v is the next step and at least n groups may start.
     """
 
     def __init__(self, groups_per_batch: int, max_lag: int | None):
@@ -108,7 +110,9 @@ class Admission:
             return None
         batch = sorted(finished, key=self.deadlines.__getitem__)[: self.n]
         left = sorted(d for group_id, d in self.deadlines.items() if group_id not in set(batch))
-        if any(i >= self.n * (d - self.next_step) for i, d in enumerate(left)):  # after this step, i + 1 ≤ n·(d + 1 - s - 1)
+        if any(
+            i >= self.n * (d - self.next_step) for i, d in enumerate(left)
+        ):  # after this step, i + 1 ≤ n·(d + 1 - s - 1)
             return None  # an unfinished group has to be in this very batch
         for group_id in batch:
             del self.deadlines[group_id]
@@ -197,7 +201,7 @@ def pack(lengths: list[int], max_tokens: int, ranks: int) -> list[list[list[int]
 
 
 def make_micro_batch(sequences: list[Sequence]) -> MicroBatch:
-    """Sequences end to end in one row of T tokens; for none, one unmasked token, so that every rank has work to join in."""
+    """Sequences end to end in one row of T tokens; for none, one unmasked token, so that every rank has work."""
     if not sequences:
         zero = torch.zeros(1)
         return MicroBatch(
@@ -250,10 +254,11 @@ def make_step_batches(cfg: Config, step: int, groups: list[RolloutGroup], ranks:
     ]
 
 
-def batch_metrics(groups: list[RolloutGroup]) -> dict:
-    """What can be said of a step before it is trained."""
+def batch_metrics(groups: list[RolloutGroup], rewards: list[float]) -> dict:
+    """What can be said of a step before it is trained. `rewards` are those of all samples scored since the last one:
+    the batch alone would not show progress where groups that are all right are dropped."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [rollout.reward for rollout in rollouts]
+    rewards = rewards or [rollout.reward for rollout in rollouts]
     lengths = [len(rollout.completion_ids) for rollout in rollouts]
     return {
         "samples": len(rollouts),
@@ -271,7 +276,9 @@ def batch_metrics(groups: list[RolloutGroup]) -> dict:
 class Preprocessor:
     """Issues prompts, takes scored groups, sends batches, and asks for evaluations."""
 
-    def __init__(self, cfg: Config, channels: Channels, tokenizer, add_ref_logprobs: Callable[[MicroBatch], MicroBatch]):
+    def __init__(
+        self, cfg: Config, channels: Channels, tokenizer, add_ref_logprobs: Callable[[MicroBatch], MicroBatch]
+    ):
         self.cfg, self.channels, self.tokenizer, self.add_ref_logprobs = cfg, channels, tokenizer, add_ref_logprobs
         self.admission = Admission(cfg.groups_per_batch, cfg.max_lag)
         self.dropped = Counter(zero_variance=0, prompt_too_long=0)
@@ -280,6 +287,7 @@ class Preprocessor:
         self.issued = 0  # groups
         self.finished: dict[int, RolloutGroup] = {}  # scored groups that wait for a batch, in the order they came
         self.dropped_in_a_row = 0
+        self.rewards: list[float] = []  # of every sample scored since the last batch, dropped groups included
         self.eval_prompts: list[tuple[torch.Tensor, dict]] = []
         if cfg.eval.every:
             held_out = encoded_prompts(cfg.data.eval, cfg.seed, self.encode, cfg.actor.max_prompt_tokens, Counter())
@@ -329,7 +337,9 @@ class Preprocessor:
         group_id = group.prompt.group_id
         if group.prompt.is_eval:
             self._take_eval(group)
-        elif self.cfg.preprocess.zero_variance == "drop" and has_no_variance([r.reward for r in group.rollouts]):
+            return
+        self.rewards += [rollout.reward for rollout in group.rollouts]
+        if self.cfg.preprocess.zero_variance == "drop" and has_no_variance([r.reward for r in group.rollouts]):
             self.dropped["zero_variance"] += 1
             self.admission.drop(group_id)
             self.dropped_in_a_row += 1
@@ -360,7 +370,10 @@ class Preprocessor:
             if group_ids is None:
                 return
             groups = [self.finished.pop(group_id) for group_id in group_ids]
-            metrics = batch_metrics(groups) | {f"dropped_{reason}": n for reason, n in self.dropped.items()}
+            metrics = batch_metrics(groups, self.rewards) | {
+                f"dropped_{reason}": n for reason, n in self.dropped.items()
+            }
+            self.rewards = []
             metrics["queue_rollouts"] = len(self.channels.rollouts)
             batches = make_step_batches(self.cfg, step, groups, self.cfg.trainers, metrics)
             self.report_rollout(step, groups[0])
@@ -389,12 +402,9 @@ def reference(cfg: Config, device: torch.device) -> Callable[[MicroBatch], Micro
     """A function that adds the initial model's log-probs to a micro-batch; without a KL penalty it adds nothing."""
     if not cfg.train.kl_coef:
         return lambda micro_batch: micro_batch
-    from transformers import AutoModelForCausalLM
+    from train import load_policy, to_device, token_logprobs
 
-    from train import to_device, token_logprobs
-
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=dtype).eval().to(device)
+    model = load_policy(cfg.model, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
 
     @torch.no_grad()
     def add_ref_logprobs(micro_batch: MicroBatch) -> MicroBatch:

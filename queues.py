@@ -10,9 +10,12 @@ order; `SharedMemoryWeights` carries the weights, newest version only. Token ids
 untouched. A *version* is the number of optimizer steps that made the weights: 0 is the initial model.
 """
 
+import contextlib
+import fcntl
 import json
 import mmap
 import os
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass
@@ -147,7 +150,9 @@ def encode(message: Any) -> bytes:
             arrays[key] = value.detach().contiguous().numpy()
             return {"__tensor__": key}
         if is_dataclass(value):
-            return {"__type__": type(value).__name__} | {f.name: describe(getattr(value, f.name)) for f in fields(value)}
+            return {"__type__": type(value).__name__} | {
+                f.name: describe(getattr(value, f.name)) for f in fields(value)
+            }
         if isinstance(value, list):
             return [describe(item) for item in value]
         return value
@@ -197,14 +202,26 @@ class SharedMemory:
         os.ftruncate(self._file, num_bytes)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self.buffer = mmap.mmap(self._file, num_bytes)
+        self._threads = threading.Lock()
 
     def __getstate__(self):
         return {"num_bytes": self.num_bytes, "path": self.path}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
-        with open(self.path, "r+b") as file:
-            self.buffer = mmap.mmap(file.fileno(), self.num_bytes)
+        self._file = os.open(self.path, os.O_RDWR)
+        self.buffer = mmap.mmap(self._file, self.num_bytes)
+        self._threads = threading.Lock()
+
+    @contextlib.contextmanager
+    def locked(self):
+        """Exclusive between processes and threads; the kernel gives it up for a process that is killed inside."""
+        with self._threads:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 class SharedMemoryQueue:
@@ -218,7 +235,7 @@ class SharedMemoryQueue:
     def __init__(self, name: str, slots: int, slot_bytes: int, context, stop):
         self.name, self.slots, self.slot_bytes, self.stop = name, slots, slot_bytes, stop
         self._memory = SharedMemory(slots * slot_bytes)
-        self._free, self._filled, self._lock = context.Semaphore(slots), context.Semaphore(0), context.Lock()
+        self._free, self._filled = context.Semaphore(slots), context.Semaphore(0)
         self._counts = context.Array("Q", 2, lock=False)  # messages put, messages taken
 
     def put(self, message: Any, timeout_s: float = 600.0) -> None:
@@ -266,7 +283,7 @@ class SharedMemoryQueue:
 
     def _write(self, data: bytes) -> None:
         # The copy is made under the lock: else a second producer could announce its slot before ours is written.
-        with self._lock:
+        with self._memory.locked():
             start = self._counts[0] % self.slots * self.slot_bytes
             self._memory.buffer[start : start + 8] = len(data).to_bytes(8, "little")
             self._memory.buffer[start + 8 : start + 8 + len(data)] = data
@@ -274,7 +291,7 @@ class SharedMemoryQueue:
         self._filled.release()
 
     def _read(self) -> Any:
-        with self._lock:
+        with self._memory.locked():
             start = self._counts[1] % self.slots * self.slot_bytes
             size = int.from_bytes(self._memory.buffer[start : start + 8], "little")
             data = self._memory.buffer[start + 8 : start + 8 + size]

@@ -32,7 +32,7 @@ def load_verifier(spec: str) -> Verifier:
 
 
 def score(group: RolloutGroup, verify: Verifier, decode: Callable[[list[int]], str]) -> RolloutGroup:
-    """The group with every reward filled in. Raises ValueError, with the row, for a reward that is not a finite number."""
+    """The group with all rewards filled in. Raises ValueError, with the row, if one is not a finite number."""
     rollouts = []
     for rollout in group.rollouts:
         text = decode(rollout.completion_ids.tolist())

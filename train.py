@@ -13,6 +13,7 @@ As in the paper (section 2): ratio clamped from above only, no gradient through 
 penalty is optional and off. Several ranks share the model by FSDP2; one rank on a CPU is the same code unsharded.
 """
 
+import contextlib
 import os
 import shutil
 import time
@@ -23,12 +24,48 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from config import Config
 from queues import Channels, MicroBatch, Report, StepBatch, Stopped
 
 # T tokens in a packed micro-batch, C of them completion tokens that enter the loss, V entries in the vocabulary.
+
+
+def sequence_attention(module, query, key, value, attention_mask, scaling, position_ids=None, **_):
+    """Causal attention inside each sequence of a packed row: transformers' attention interface, SDPA underneath.
+
+    query (1, H, T, D), key and value (1, H_kv, T, D) -> (1, T, H, D). Sequences begin where `position_ids` (1, T) is 0.
+    They become the rows of a padded batch, so the work is Σ length² and torch's flash kernels serve; transformers' own
+    way, a dense (T, T) mask, computes all T² (twice the time of a whole step of `tiny`).
+    """
+    T = query.shape[2]
+    starts = (position_ids[0] == 0).nonzero().squeeze(1)  # (S,)
+    lengths = torch.diff(starts, append=starts.new_tensor([T]))  # (S,)
+    offsets = torch.arange(int(lengths.max()), device=starts.device)  # (L,)
+    real = offsets < lengths[:, None]  # (S, L)
+    index = (starts[:, None] + offsets).clamp(max=T - 1).flatten()  # past its end a row reads its neighbour, unused
+
+    def rows(x: torch.Tensor) -> torch.Tensor:  # (1, H, T, D) -> (S, H, L, D)
+        return x[0].index_select(1, index).unflatten(1, real.shape).transpose(0, 1)
+
+    out = torch.nn.functional.scaled_dot_product_attention(
+        rows(query), rows(key), rows(value), is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )  # (S, H, L, D)
+    return out.transpose(1, 2)[real][None], None
+
+
+AttentionInterface.register("sequence", sequence_attention)
+
+
+def load_policy(folder: Path, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    """A causal language model that takes packed rows. Not in training mode: dropout would make π another policy than
+    the one the engine samples from."""
+    config = AutoConfig.from_pretrained(folder)
+    full_attention = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    attention = "sequence" if full_attention and not getattr(config, "use_sliding_window", False) else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+    return model.eval().to(device)
 
 
 def token_logprobs(
@@ -37,8 +74,7 @@ def token_logprobs(
     """Log-probability and entropy of the masked tokens under `model` at the sampler's temperature, both (C,) float32.
 
     The logits at t - 1 predict token t; a masked token is never the first of its sequence, so t - 1 is in the same one.
-    The head runs on those C positions only. Attention stays inside a sequence: transformers sees `position_ids` restart
-    and no attention mask.
+    The head runs on those C positions only.
     """
     index = micro_batch.mask.nonzero().squeeze(1)  # (C,)
     logits = model(
@@ -102,10 +138,9 @@ class Sums:
     def metrics(self) -> dict:
         """ESS = (Σ r)² / (N · Σ r²), with the unclamped ratios (PAPER section 2)."""
         s = dict(zip(self.NAMES, self.sums.tolist(), strict=True))
-        tokens = s["tokens"]
-        if not tokens:
-            return {"loss": 0.0, "tokens": 0}
         ratio_max, lag_max, minus_lag_min = self.maxima.tolist()
+        tokens = s["tokens"]
+        assert tokens, "a step without a single token: there is nothing to say of it"
         return {
             "loss": s["loss"],
             "tokens": int(tokens),
@@ -120,14 +155,19 @@ class Sums:
         }
 
 
+def learning_rate(cfg: Config, step: int) -> float:
+    """Of the optimizer step taken after `step` others: linear warm-up, then constant or linear to 0 after the last."""
+    left = 1.0 if cfg.train.lr_schedule == "constant" else 1 - step / cfg.steps
+    return cfg.train.lr * min(left, (step + 1) / max(1, cfg.train.warmup_steps))
+
+
 class Trainer:
     """The model, its optimizer and one rank's share of both."""
 
     def __init__(self, cfg: Config, layout: dict[str, tuple[int, ...]], rank: int, device: torch.device):
         self.cfg, self.rank, self.device = cfg, rank, device
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        # Never .train(): dropout would make π another policy than the one the engine samples from.
-        self.model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32).eval().to(device)
+        self.model = load_policy(cfg.model, torch.float32, device)
         if self.world_size > 1 or device.type == "cuda":
             self._shard()
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
@@ -136,7 +176,9 @@ class Trainer:
         lost = [name for name, parameter in self.parameters.items() if id(parameter) not in travelling]
         if lost or not set(layout) <= set(self.parameters):
             unknown = sorted(set(layout) - set(self.parameters))
-            raise ValueError(f"model and checkpoint disagree: parameters {lost[:5]} not in it, weights {unknown[:5]} only in it")
+            raise ValueError(
+                f"model and checkpoint disagree: parameters {lost[:5]} not in it, weights {unknown[:5]} only in it"
+            )
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=cfg.train.lr, betas=cfg.train.adam_betas, weight_decay=cfg.train.weight_decay
         )
@@ -151,12 +193,9 @@ class Trainer:
                 fully_shard(module, mp_policy=policy)
         fully_shard(self.model, mp_policy=policy)
 
-    def step(self, batch: StepBatch) -> dict:
-        """One optimizer step. Returns its metrics, the same on every rank."""
+    def backward(self, batch: StepBatch) -> Sums:
+        """Gradient of the whole batch's loss, over micro-batches and ranks."""
         cfg, sums = self.cfg.train, Sums()
-        lr = cfg.lr * min(1.0, (batch.step + 1) / max(1, cfg.warmup_steps))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         for micro_batch in batch.micro_batches:
             micro_batch = to_device(micro_batch, self.device)
             logprobs, entropy = token_logprobs(self.model, micro_batch, self.cfg.actor.temperature)
@@ -165,10 +204,18 @@ class Trainer:
             (loss * self.world_size).backward()  # FSDP averages gradients over ranks; the loss is already global
             lag = batch.step - micro_batch.versions[micro_batch.mask]
             sums.add(loss.item(), ratio, entropy, lag, cfg.clamp)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.max_grad_norm)
+        sums.all_reduce(self.device)
+        return sums
+
+    def step(self, batch: StepBatch) -> dict:
+        """One optimizer step. Returns its metrics, the same on every rank."""
+        lr = learning_rate(self.cfg, batch.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        sums = self.backward(batch)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.train.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        sums.all_reduce(self.device)
         return sums.metrics() | {"grad_norm": float(full(grad_norm)), "lr": lr}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -223,10 +270,8 @@ def next_batch(channels: Channels, rank: int, device: torch.device) -> StepBatch
     """
     batch = None
     if rank == 0:
-        try:
+        with contextlib.suppress(Stopped):
             batch = channels.batches[0].get()
-        except Stopped:
-            pass
     if dist.is_initialized():
         go_on = torch.tensor([batch is not None], dtype=torch.int32, device=device)
         dist.broadcast(go_on, src=0)
@@ -264,7 +309,8 @@ def main(cfg: Config, channels: Channels, rank: int, device_name: str) -> None:
             "queue_batches": len(channels.batches[0]),
         }
         if rank == 0:
-            channels.reports.put(Report("step", batch.metrics | metrics))
+            with contextlib.suppress(Stopped):  # then there is no next batch, and the model is saved
+                channels.reports.put(Report("step", batch.metrics | metrics))
     trainer.save(cfg.run_dir / "model")
     if dist.is_initialized():
         dist.destroy_process_group()

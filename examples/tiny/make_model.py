@@ -56,7 +56,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """BATCH noisy demonstrations of training prompts: input ids and labels (-100 on prompt and padding), both (B, T)."""
+    """BATCH noisy demonstrations of training prompts: input ids, labels (-100 on prompt and padding), both (B, T)."""
     ids, labels = [], []
     while len(ids) < BATCH:
         terms = task.sample_terms(rng)

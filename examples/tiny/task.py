@@ -1,4 +1,4 @@
-"""Chain sums: the task of preset `tiny`. A dataset and its verifier are two functions, and this file is a pattern to copy.
+"""Chain sums: the task of preset `tiny`. A dataset and its verifier are two functions; copy this file for your own.
 
     prompt      7+5-3=
     completion  7+5=12-3=9#9        each operand copied, each running total written, the answer after '#'

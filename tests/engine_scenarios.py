@@ -1,0 +1,218 @@
+"""Runs real vLLM through the in-flight update and compares it with transformers; prints its findings as JSON.
+
+    python tests/engine_scenarios.py qwen2-tied|qwen2-untied|llama FOLDER
+
+One engine in one process for all scenarios of an architecture: `test_engine.py` starts this and asserts on the result.
+"""
+
+import copy
+import json
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+import torch
+from conftest import changed
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config
+
+from actor import Completion, Engine
+from config import PRESETS, model_layout
+from queues import SharedMemoryWeights
+
+PROMPTS = [[7, 10, 5, 12], [1, 2, 3], [4] * 20, [9, 8, 7, 6, 5, 4, 3, 2], [11, 0], [5, 5, 13, 5]]
+NEW_TOKENS = 24
+
+
+def make_model(kind: str, folder: Path) -> None:
+    """A small random model: context 512, no end-of-sequence token, and a generation_config that must not apply."""
+    common = dict(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=512, eos_token_id=None, bos_token_id=None, pad_token_id=None,
+        initializer_range=0.15,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    config = (LlamaConfig if kind == "llama" else Qwen2Config)(**common, tie_word_embeddings=kind == "qwen2-tied")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(PRESETS["tiny"][1].model).save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"top_k": 2, "top_p": 0.3, "repetition_penalty": 1.5}))
+
+
+class World:
+    """The policy at every version, in transformers, and the engine under test."""
+
+    def __init__(self, folder: Path):
+        layout = model_layout(folder)
+        cfg = changed(
+            PRESETS["tiny"][1],
+            model=folder,
+            actor=dict(max_prompt_tokens=400, max_completion_tokens=NEW_TOKENS, prefix_caching=True),
+        )
+        self.policies = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()]
+        self.weights = SharedMemoryWeights(layout, "float32", multiprocessing.get_context("spawn"))
+        self.layout = layout
+        self.engine = Engine(cfg, seed=0, device="cpu")
+        self.engine.join_weight_channel(self.weights)
+
+    def publish(self) -> None:
+        """A next version in which every single weight differs a lot from the last one."""
+        policy = copy.deepcopy(self.policies[-1])
+        generator = torch.Generator().manual_seed(len(self.policies))
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+        self.policies.append(policy)
+        named = dict(policy.named_parameters(remove_duplicate=False))
+        self.weights.publish(len(self.policies) - 1, [(name, named[name].detach()) for name in self.layout])
+
+    def update(self) -> None:
+        self.publish()
+        while not self.engine.newer_weights_staged():
+            pass
+        self.engine.load_weights()
+
+    def run(self, requests: dict[str, list[int]], steps: int | None = None) -> dict[str, Completion]:
+        done = {}
+        while len(done) < len(requests) if steps is None else steps > 0:
+            done |= {completion.request_id: completion for completion in self.engine.step()}
+            steps = None if steps is None else steps - 1
+        return done
+
+    def expected(self, prompt: list[int], completion: Completion, kv: str, temperature: float = 1.0) -> list[float]:
+        """Log-probs of the completion by transformers, each token under its own version's weights.
+
+        keep: the cache holds what each earlier version computed. recompute: each version computes the whole prefix.
+        """
+        ids, versions = completion.completion_ids, completion.versions
+        logprobs, cache, cached = [], None, 0
+        for i, version in enumerate(versions):
+            if kv == "recompute" and i and version != versions[i - 1]:
+                cache, cached = None, 0
+            prefix = torch.tensor([(prompt + ids[:i])[cached:]])
+            with torch.no_grad():
+                output = self.policies[version](input_ids=prefix, past_key_values=cache, use_cache=True)
+            cache, cached = output.past_key_values, len(prompt) + i
+            logprobs.append((output.logits[0, -1] / temperature).log_softmax(-1)[ids[i]].item())
+        return logprobs
+
+
+def difference(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def under(world: World, version: int, prompt: list[int], completion: Completion) -> Completion:
+    """The same tokens as if one version had sampled them all."""
+    return Completion(**(vars(completion) | {"versions": [version] * len(completion.completion_ids)}))
+
+
+def across_updates(world: World, kv: str) -> dict:
+    """Six sequences, updates after 5 and 12 more decode steps, a seventh sequence that joins between the two."""
+    engine = world.engine
+    engine.kv = kv
+    first = engine.version
+    requests = {engine.submit(prompt): prompt for prompt in PROMPTS}
+    done = world.run(requests, steps=5)
+    world.update()
+    late = engine.submit(PROMPTS[0])
+    requests[late] = PROMPTS[0]
+    done |= world.run(requests, steps=7)
+    world.update()
+    done |= world.run({r: p for r, p in requests.items() if r not in done})
+    errors, old_errors = [], []
+    for request, completion in done.items():
+        errors.append(difference(completion.logprobs, world.expected(requests[request], completion, kv)))
+        stale = world.expected(requests[request], under(world, first, requests[request], completion), kv)
+        old_errors.append(difference(completion.logprobs, stale))
+    return {
+        "versions": {request: [v - first for v in completion.versions] for request, completion in done.items()},
+        "late": late,
+        "lengths": [len(completion.completion_ids) for completion in done.values()],
+        "finish": sorted({completion.finish_reason for completion in done.values()}),
+        "error": max(errors),
+        "error_if_old_weights": min(old_errors),
+        "other_kv_error": max(
+            difference(c.logprobs, world.expected(requests[r], c, "recompute" if kv == "keep" else "keep"))
+            for r, c in done.items()
+        ),
+    }
+
+
+def fresh(world: World, temperature: float) -> dict:
+    """New requests after an update: every weight of the model is the new one."""
+    world.update()
+    world.engine.sampling.temperature = temperature
+    requests = {world.engine.submit(prompt): prompt for prompt in PROMPTS}
+    done = world.run(requests)
+    world.engine.sampling.temperature = 1.0
+    new, old = [], []
+    for request, completion in done.items():
+        prompt = requests[request]
+        new.append(difference(completion.logprobs, world.expected(prompt, completion, "keep", temperature)))
+        stale = under(world, world.engine.version - 1, prompt, completion)
+        old.append(difference(completion.logprobs, world.expected(prompt, stale, "keep", temperature)))
+    return {"error": max(new), "error_of_the_version_before": min(old)}
+
+
+def prefix_cache(world: World) -> dict:
+    """A long prompt, cached in blocks, under one version and again under the next, with a sequence still running."""
+    prompt = [(7 * i) % 14 for i in range(300)]
+    world.engine.kv = "keep"
+    found = {}
+    for name in ("first", "again", "after update"):
+        if name == "after update":
+            running = world.engine.submit(prompt)  # holds blocks of the old version
+            world.run({}, steps=3)
+            world.update()
+        request = world.engine.submit(prompt)
+        completion = world.run({request: prompt} | ({running: prompt} if name == "after update" else {}))[request]
+        found[name] = difference(completion.logprobs, world.expected(prompt, completion, "keep"))
+    stats = world.engine.engine.engine_core.engine_core.scheduler.kv_cache_manager
+    return {"errors": found, "caching": stats.enable_caching}
+
+
+def skipping(world: World) -> dict:
+    """Three versions are published while the actor decodes: it loads the newest alone."""
+    before = world.engine.version
+    for _ in range(3):
+        world.publish()
+    while not world.engine.newer_weights_staged():
+        pass
+    world.engine.load_weights()
+    return {"loaded": world.engine.version - before}
+
+
+def incomplete(world: World) -> str:
+    """A weight that is not in the update is an error, not an old weight."""
+    receiver = world.engine.engine.model_executor.driver_worker.worker
+    staging, name = receiver.staging, next(name for name in receiver.staging if "down_proj" in name)
+    receiver.staging = {k: v for k, v in staging.items() if k != name}
+    try:
+        receiver.swap_weights()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        receiver.staging = staging
+    return "no error"
+
+
+def main(kind: str, folder: Path) -> dict:
+    make_model(kind, folder)
+    world = World(folder)
+    result = {
+        "keep": across_updates(world, "keep"),
+        "recompute": across_updates(world, "recompute"),
+        "fresh": fresh(world, 1.0),
+        "half": fresh(world, 0.5),
+        "prefix": prefix_cache(world),
+        "skipping": skipping(world),
+        "incomplete": incomplete(world),
+    }
+    return result
+
+
+if __name__ == "__main__":
+    found = main(sys.argv[1], Path(sys.argv[2]))
+    print("RESULT " + json.dumps(found), flush=True)
+    os._exit(0)

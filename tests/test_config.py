@@ -1,0 +1,209 @@
+"""Bad input is refused before anything heavy starts, with exit code 2, the value and the remedy."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+
+import launch
+from config import PRESETS, check
+
+MODEL = ROOT / "examples" / "tiny" / "model"
+
+
+@pytest.fixture
+def broken_model(tmp_path):
+    """A copy of the tiny model from which a test takes something away."""
+    return shutil.copytree(MODEL, tmp_path / "model")
+
+
+def refused(capsys, *argv) -> str:
+    try:
+        code = launch.main(list(argv))
+    except SystemExit as exit:  # tyro's own refusals
+        code = exit.code
+    printed = capsys.readouterr()
+    assert code == 2, printed
+    return " ".join((printed.err + printed.out).split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["tinny"], "unknown preset 'tinny': the first argument is one of tiny"),
+        (["tiny", "--train.learning-rate", "1"], "--train.learning-rate"),
+        (["tiny", "--steps", "many"], "many"),
+        (["tiny", "--actor.kv", "throw-away"], "throw-away"),
+        (["tiny", "--model", "/nowhere"], "model folder /nowhere: no such folder"),
+        (["tiny", "--group-size", "1"], "group_size 1 leaves nothing for a leave_one_out baseline: take group_size 2"),
+        (["tiny", "--group-size", "1", "--preprocess.baseline", "mean"], "every advantage would be 0"),
+        (
+            ["tiny", "--batch-size", "100"],
+            "batch_size 100 is not a multiple of group_size 8: groups are trained whole, so take 96",
+        ),
+        (["tiny", "--batch-size", "4"], "so take 8"),
+        (
+            ["tiny", "--actor.max-completion-tokens", "100"],
+            "32 + max_completion_tokens 100 = 132 is over the model's context of 128",
+        ),
+        (["tiny", "--actor.top-p", "0.9"], "top_p 0.9, top_k 0: the trainer cannot mirror a truncated distribution"),
+        (["tiny", "--actor.top-k", "50"], "top_p 1.0, top_k 50"),
+        (["tiny", "--data.train", "/nowhere.jsonl"], "dataset /nowhere.jsonl: no such file"),
+        (["tiny", "--data.train", ""], "data.train is empty"),
+        (["tiny", "--data.eval", ""], "turn evaluation off with --eval.every 0"),
+        (["tiny", "--data.train", "rows.csv"], "'rows.csv': want `file.py:function`"),
+        (["tiny", "--reward.function", "/nowhere.py:f"], "/nowhere.py: no such file"),
+        (["tiny", "--steps", "0"], "steps is 0: want at least 1"),
+        (["tiny", "--actors", "0"], "actors is 0"),
+        (["tiny", "--actor.temperature", "0"], "actor.temperature is 0.0: want a number above 0"),
+        (["tiny", "--actor.temperature", "nan"], "actor.temperature is nan"),
+        (["tiny", "--max-lag", "-1"], "max_lag is -1: want 0 or more"),
+        (["tiny", "--train.adam-betas", "0.9", "1.0"], "train.adam_betas"),
+        (["tiny", "--device", "cuda", "--actors", "7000"], "need 7001 GPUs, there are"),
+    ],
+    ids=lambda value: value[1] if isinstance(value, list) and len(value) > 1 else None,
+)
+def test_bad_value_is_named_with_its_remedy(capsys, tmp_path, argv, said):
+    assert said in refused(capsys, *argv, *(["--runs-dir", str(tmp_path)] if len(argv) > 1 else []))
+    assert not list(tmp_path.iterdir()), "nothing was begun"
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("config.json", "has no config.json"),
+        ("model.safetensors", "has no *.safetensors: save it with save_pretrained()"),
+        ("tokenizer.json", "has no tokenizer"),
+    ],
+)
+def test_incomplete_model_folder_is_refused(capsys, broken_model, missing, said):
+    (broken_model / missing).unlink()
+    assert said in refused(capsys, "tiny", "--model", str(broken_model))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is empty"),
+        ("\n\n", "is empty"),
+        ('{"prompt": "1+1=", "answer": "2"}\n{"answer": "2"}\n', 'line 2: "prompt" is missing'),
+        ('{"prompt": "1+1=", "answer": "2"}\n\n{"prompt": "1+1="}\n', 'line 3: "answer" is missing'),
+        ('{"prompt": "1+1=", "answer": 2}\n', 'line 1: "answer" is missing or not a string'),
+        ('{"prompt": "", "answer": "2"}\n', 'line 1: "prompt" is missing'),
+        ('{"prompt": "1+1="\n', "line 1: not JSON"),
+        ("[1, 2]\n", "line 1: want an object"),
+    ],
+)
+@pytest.mark.parametrize("field", ["train", "eval"])
+def test_bad_dataset_row_is_named_by_its_line(capsys, tmp_path, text, said, field):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    assert said in refused(capsys, "tiny", f"--data.{field}", str(path))
+
+
+def test_folder_that_holds_a_run_needs_overwrite(capsys, tmp_path):
+    run = tmp_path / "mine"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    argv = ["tiny", "--runs-dir", str(tmp_path), "--name", "mine"]
+    assert "already holds a run: give --overwrite" in refused(capsys, *argv)
+    (run / "config.json").rename(run / "thesis.tex")
+    assert "not empty and not a run" in refused(capsys, *argv, "--overwrite")
+    assert (run / "thesis.tex").exists()
+
+
+def test_refusal_comes_from_the_command_line_in_seconds_with_exit_code_2():
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "launch.py", "tiny", "--actor.top-p", "0.5"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "top_p 0.5" in done.stderr and "Traceback" not in done.stderr
+    assert time.monotonic() - start < 10
+
+
+def test_help_lists_presets_and_every_field_with_a_help_line():
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "launch.py", "--help"], cwd=ROOT, capture_output=True, text=True, env=_wide()
+    )
+    seconds = time.monotonic() - start
+    assert done.returncode == 0 and "chain sums" in done.stdout
+    assert seconds < 8, "no role module may be imported for --help"  # 0.5 s on a quiet machine
+
+    def fields(value, prefix=""):
+        for name, item in vars(value).items():
+            if hasattr(item, "__dataclass_fields__"):
+                yield from fields(item, f"{prefix}{name}.")
+            else:
+                yield f"--{prefix}{name}".replace("_", "-")
+
+    lines = done.stdout.splitlines()
+    for field in fields(PRESETS["tiny"][1]):
+        at = next(i for i, line in enumerate(lines) if f" {field}" in line)
+        entry = " ".join(lines[at : at + 2]).split(field)[1]
+        assert len([word for word in entry.replace("(default", "|").split("|")[0].split() if word.isalpha()]) >= 2, (
+            field
+        )
+
+
+def _wide() -> dict:
+    import os
+
+    return os.environ | {"COLUMNS": "220"}
+
+
+def test_override_reaches_the_config_and_the_saved_one_is_whole():
+    cfg = launch.parse(["tiny", "--train.lr", "1e-4", "--max-lag", "None"])
+    assert cfg.train.lr == 1e-4 and cfg.max_lag is None
+    assert json.loads(cfg.to_json())["train"]["lr"] == 1e-4
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_passes_the_checks(name, tmp_path):
+    from conftest import changed
+
+    check(changed(PRESETS[name][1], runs_dir=tmp_path))
+
+
+# ---------------------------------------------------------------- where roles run
+
+
+def places(cores, gpus=(), **changes):
+    from conftest import changed
+
+    return launch.plan(changed(PRESETS["tiny"][1], **changes), list(cores), list(gpus))
+
+
+def test_actor_and_trainer_have_a_core_each_on_two_cores():
+    plan = places(range(2))
+    assert plan["actor-0"].cores == (0,) and plan["train-0"].cores == (1,)
+    assert plan["actor-0"].threads == plan["train-0"].threads == 1
+
+
+def test_cores_are_shared_out_without_overlap_and_none_is_left():
+    plan = places(range(8), actors=2, trainers=1)
+    heavy = [plan[name].cores for name in ("actor-0", "actor-1", "train-0")]
+    assert sorted(core for cores in heavy for core in cores) == list(range(8))
+    assert plan["train-0"].threads == 4
+
+
+def test_everybody_shares_when_there_are_too_few_cores():
+    plan = places([3], actors=2, trainers=2)
+    assert all(place.cores == (3,) and place.threads == 1 for place in plan.values())
+
+
+def test_gpus_go_to_trainers_first():
+    plan = places(range(8), gpus=["4", "5", "6"], trainers=1, actors=2)
+    assert [plan[name].gpu for name in ("train-0", "actor-0", "actor-1", "preprocess", "reward-0")] == [
+        "4",
+        "5",
+        "6",
+        "4",
+        "",
+    ]
+    assert plan["actor-1"].device == "cuda" and plan["reward-0"].device == "cpu"
+    assert places(range(8), gpus=["0"], trainers=1, actors=2)["train-0"].device == "cpu", "auto: not enough GPUs"

@@ -1,0 +1,392 @@
+"""Advantages, admission, packing: every group is trained in time or counted, whatever the lengths and speeds."""
+
+import dataclasses
+import itertools
+import json
+import random
+from collections import Counter
+
+import pytest
+import torch
+from conftest import changed
+from test_queues import make_queue
+from test_train import groups
+
+from config import PRESETS, ConfigError
+from preprocess import (
+    Admission,
+    Preprocessor,
+    batch_metrics,
+    encoded_prompts,
+    group_advantages,
+    has_no_variance,
+    make_micro_batch,
+    make_step_batches,
+    pack,
+    rows,
+)
+from queues import Channels, Prompt, RolloutGroup
+
+TINY = PRESETS["tiny"][1]
+
+# ---------------------------------------------------------------- advantages
+
+
+def test_leave_one_out_by_hand():
+    # 1 - (0 + 0)/2 = 1;  0 - (1 + 0)/2 = -0.5
+    assert group_advantages([1.0, 0.0, 0.0], "leave_one_out", False) == [1.0, -0.5, -0.5]
+
+
+def test_mean_baseline_by_hand_and_its_ratio_to_leave_one_out():
+    mean = group_advantages([1.0, 0.0, 0.0], "mean", False)
+    assert mean == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    assert group_advantages([1.0, 0.0, 0.0], "leave_one_out", False) == pytest.approx([a * 3 / 2 for a in mean])
+
+
+def test_division_by_the_standard_deviation_by_hand():
+    # rewards 1, 0: mean 0.5, std 0.5
+    assert group_advantages([1.0, 0.0], "mean", True) == pytest.approx([1.0, -1.0], rel=1e-5)
+
+
+def test_equal_rewards_give_exactly_zero_even_with_rounding():
+    rewards = [0.1 + 0.2, 0.3, 0.15 + 0.15]  # differ in the last bit
+    assert len(set(rewards)) > 1 and has_no_variance(rewards)
+    assert group_advantages(rewards, "leave_one_out", True) == [0.0, 0.0, 0.0]
+    assert not has_no_variance([0.0, 1e-3])
+
+
+# ---------------------------------------------------------------- admission
+
+
+class World:
+    """Actors, filter and trainer as loosely coupled as in a run, with every speed random."""
+
+    def __init__(self, seed: int, max_lag: int | None):
+        self.rng = rng = random.Random(seed)
+        self.n = rng.randint(1, 4)  # groups a batch
+        self.steps = rng.randint(1, 12)
+        self.admission = Admission(self.n, max_lag)
+        self.version = 0
+        self.slots = [[] for _ in range(rng.randint(1, 3))]  # actor -> running groups [id, ticks left, versions seen]
+        self.loaded = [0] * len(self.slots)
+        self.capacity = rng.randint(1, 6)
+        self.tickets: list[tuple[int, int]] = []
+        self.finished: dict[int, list[int]] = {}  # group -> versions of its tokens
+        self.batches: list[list[int]] = []
+        self.drop_rate = rng.choice([0.0, 0.3, 0.8])
+        self.longest = rng.choice([1, 5, 60])
+        self.trainer_speed, self.update_speed = rng.choice([0.05, 0.5, 1.0]), rng.choice([0.05, 0.5, 1.0])
+        self.lags: list[int] = []
+        self.issued, self.trained, self.dropped = 0, 0, 0
+        self.versions: dict[int, list[int]] = {}
+
+    def tick(self) -> None:
+        rng, admission = self.rng, self.admission
+        while (
+            len(self.tickets) < 2
+            and self.issued - self.dropped < self.steps * self.n
+            and admission.may_start(self.version)
+        ):
+            admission.start(self.issued, self.version)
+            self.tickets.append((self.issued, self.version))
+            self.issued += 1
+        for actor, running in enumerate(self.slots):
+            if rng.random() < self.update_speed:
+                self.loaded[actor] = self.version
+            while self.tickets and len(running) < self.capacity:
+                group_id, version = self.tickets.pop(0)
+                self.loaded[actor] = max(self.loaded[actor], version)  # a prompt names the oldest weights it allows
+                length = rng.randint(1, self.longest) if rng.random() < 0.9 else self.longest
+                running.append([group_id, length])
+                self.versions[group_id] = []
+            for group in list(running):
+                self.versions[group[0]].append(self.loaded[actor])
+                group[1] -= 1
+                if group[1] == 0:
+                    running.remove(group)
+                    self._finish(group[0])
+        while (batch := admission.next_batch(list(self.finished))) is not None:
+            self.batches.append([self.finished.pop(group_id) and group_id for group_id in batch])
+        if self.batches and rng.random() < self.trainer_speed:
+            for group_id in self.batches.pop(0):
+                self.lags += [self.version - version for version in self.versions[group_id]]
+                self.trained += 1
+            self.version += 1
+
+    def _finish(self, group_id: int) -> None:
+        if self.rng.random() < self.drop_rate:
+            self.admission.drop(group_id)
+            self.dropped += 1
+        else:
+            self.finished[group_id] = [group_id + 1]
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 2, 5, 50, None])
+def test_no_token_is_older_than_max_lag_no_group_is_lost_and_nothing_deadlocks(max_lag):
+    """Random lengths, actors, filters and speeds; observed lag never over the bound, and every run comes to its end."""
+    reached = 0
+    for seed in range(150):
+        world = World(seed, max_lag)
+        for _ in range(200_000):
+            world.tick()
+            if world.version == world.steps:
+                break
+        assert world.version == world.steps, f"seed {seed}: no progress after step {world.version} of {world.steps}"
+        assert min(world.lags) >= 0
+        if max_lag is not None:
+            assert max(world.lags) <= max_lag, f"seed {seed}"
+        reached = max(reached, *world.lags)
+        assert world.trained + world.dropped == world.issued and not world.admission.deadlines
+        assert world.trained == world.steps * world.n
+    assert max_lag in (None, 50) or reached == max_lag, (
+        f"the bound is never reached ({reached}): admission is too strict"
+    )
+
+
+def test_without_a_bound_groups_leave_as_they_finish():
+    admission = Admission(2, None)
+    for group_id in range(5):
+        admission.start(group_id, 0)
+    assert admission.next_batch([4]) is None
+    assert admission.next_batch([4, 1, 3]) == [4, 1]
+    assert admission.next_batch([3, 0]) == [3, 0]
+
+
+def test_batch_waits_for_the_group_that_has_to_be_in_it():
+    admission = Admission(groups_per_batch=2, max_lag=1)
+    for group_id in range(4):
+        admission.start(group_id, version=0)  # all to be trained at step 0 or 1
+    assert not admission.may_start(0)
+    assert admission.next_batch([1, 2]) == [1, 2]
+    assert admission.may_start(1) and not admission.may_start(0)
+    admission.start(4, 1)
+    admission.start(5, 1)  # deadline 2
+    assert admission.next_batch([4, 5, 0]) is None, "group 3 has to be in step 1"
+    assert admission.next_batch([4, 5, 0, 3]) == [0, 3]
+
+
+def test_bound_zero_is_exactly_on_policy():
+    admission = Admission(2, 0)
+    admission.start(0, 0)
+    admission.start(1, 0)
+    assert not admission.may_start(0)
+    admission.drop(1)
+    assert admission.may_start(0), "a dropped group makes room for another of the same version"
+
+
+# ---------------------------------------------------------------- packing
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(20))
+def test_packing_keeps_every_sequence_once_within_budget_and_ranks_equal(seed, ranks):
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 90) for _ in range(rng.randint(1, 60))]
+    dealt = pack(lengths, 200, ranks)
+    assert len({len(micro_batches) for micro_batches in dealt}) == 1
+    flat = [i for micro_batches in dealt for micro_batch in micro_batches for i in micro_batch]
+    assert sorted(flat) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in mb) <= 200 for mbs in dealt for mb in mbs)
+    if len(lengths) >= 20 * ranks:
+        tokens = [sum(lengths[i] for mb in mbs for i in mb) for mbs in dealt]
+        assert max(tokens) <= 1.1 * sum(tokens) / ranks
+
+
+def test_sequence_over_the_budget_has_a_micro_batch_to_itself():
+    dealt = pack([500, 10, 10], 100, 1)
+    assert sorted(map(sorted, dealt[0])) == [[0], [1, 2]]
+
+
+def test_micro_batch_restarts_positions_and_masks_prompts():
+    prompt_a, prompt_b = torch.tensor([5]), torch.tensor([6, 7])
+    group = groups(1, 2)[0]
+    from preprocess import Sequence
+
+    a, b = group.rollouts
+    micro_batch = make_micro_batch([Sequence(prompt_a, a, 0.5, 1.0), Sequence(prompt_b, b, -0.5, 0.25)])
+    na, nb = len(a.completion_ids), len(b.completion_ids)
+    assert micro_batch.position_ids.tolist() == [*range(1 + na), *range(2 + nb)]
+    assert micro_batch.mask.tolist() == [False] + [True] * na + [False] * 2 + [True] * nb
+    assert micro_batch.input_ids[micro_batch.mask].tolist() == [*a.completion_ids.tolist(), *b.completion_ids.tolist()]
+    assert micro_batch.versions[micro_batch.mask].tolist() == [*a.versions.tolist(), *b.versions.tolist()]
+    assert torch.equal(micro_batch.logprobs[micro_batch.mask], torch.cat([a.logprobs, b.logprobs]))
+    assert micro_batch.advantages[micro_batch.mask].unique().tolist() == [-0.5, 0.5]
+    assert micro_batch.weights[-1] == 0.25 and micro_batch.weights[na] == 1.0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_normalisers_are_those_of_the_whole_step_on_every_rank(ranks):
+    batch_groups = groups()
+    tokens = sum(len(r.completion_ids) for g in batch_groups for r in g.rollouts)
+    for normaliser, expected in (("token", tokens), ("sequence", 16)):
+        cfg = changed(TINY, train=dict(normaliser=normaliser), preprocess=dict(max_tokens_per_microbatch=100))
+        batches = make_step_batches(cfg, 3, batch_groups, ranks, {})
+        assert [batch.normaliser for batch in batches] == [expected] * ranks
+        assert [batch.tokens for batch in batches] == [tokens] * ranks
+        weights = sum(m.weights[m.mask].sum().item() for batch in batches for m in batch.micro_batches)
+        assert weights == pytest.approx(expected, rel=1e-5)
+
+
+def test_reward_metric_counts_dropped_groups_too():
+    metrics = batch_metrics(groups(2, 4), rewards=[1.0] * 3 + [0.0])
+    assert metrics["reward"] == 0.75 and metrics["samples"] == 8
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def test_jsonl_epochs_reshuffle_without_repeats_inside_one(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"p{i}", "answer": "1"}) + "\n" for i in range(10)))
+    drawn = [row["prompt"] for row in itertools.islice(rows(str(path), seed=0), 30)]
+    epochs = [drawn[i : i + 10] for i in (0, 10, 20)]
+    assert all(sorted(epoch) == [f"p{i}" for i in range(10)] for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert drawn == [row["prompt"] for row in itertools.islice(rows(str(path), seed=0), 30)]
+    assert drawn != [row["prompt"] for row in itertools.islice(rows(str(path), seed=1), 30)]
+
+
+def test_finite_function_is_begun_again_and_an_empty_one_refused(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def two(seed):\n    for i in range(2):\n        yield {'prompt': str(i), 'answer': str(seed)}\n"
+        "def none(seed):\n    return iter(())\n"
+        "def bad(seed):\n    yield {'prompt': 'x'}\n"
+    )
+    drawn = list(itertools.islice(rows(f"{file}:two", 1), 5))
+    assert [row["prompt"] for row in drawn] == ["0", "1", "0", "1", "0"]
+    assert len({row["answer"] for row in drawn}) == 3, "each epoch has a seed of its own"
+    with pytest.raises(ConfigError, match="yields no rows"):
+        next(rows(f"{file}:none", 1))
+    with pytest.raises(ConfigError, match='row 1 of .*"answer" is missing'):
+        next(rows(f"{file}:bad", 1))
+
+
+def test_long_prompts_are_skipped_and_counted(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "abcdef", "answer": ""}\n{"prompt": "ab", "answer": ""}\n')
+    dropped = Counter()
+    prompts = encoded_prompts(str(path), 0, lambda text: [1] * len(text), 4, dropped)
+    assert [len(next(prompts)[0]) for _ in range(3)] == [2, 2, 2]
+    assert dropped["prompt_too_long"] in (2, 3)
+    path.write_text('{"prompt": "abcdef", "answer": ""}\n')
+    with pytest.raises(ConfigError, match="raise max_prompt_tokens"):
+        next(encoded_prompts(str(path), 0, lambda text: [1] * len(text), 4, Counter()))
+
+
+# ---------------------------------------------------------------- the preprocessor, without its neighbours
+
+
+class FakeWeights:
+    version = 0
+
+
+def preprocessor(cfg, slots=300) -> Preprocessor:
+    class Characters:
+        def encode(self, text):
+            return [1] * len(text)
+
+        def decode(self, ids):
+            return "x"
+
+    names = ("prompts", "eval_prompts", "completions", "rollouts", "reports")
+    queues = {name: make_queue(slots=slots) for name in names}
+    channels = Channels(**queues, batches=[make_queue(slots=8, slot_bytes=1 << 20)], weights=FakeWeights(), stop=None)
+    return Preprocessor(cfg, channels, Characters(), lambda micro_batch: micro_batch)
+
+
+def scored(prompt: Prompt, rewards: list[float], version: int) -> RolloutGroup:
+    template = groups(1, len(rewards))[0].rollouts
+    versions = [torch.full_like(r.versions, version) for r in template]
+    rollouts = [
+        type(r)(**(vars(r) | {"reward": reward, "versions": v}))
+        for r, reward, v in zip(template, rewards, versions, strict=True)
+    ]
+    return RolloutGroup(prompt, rollouts)
+
+
+SMALL = dict(batch_size=8, group_size=4, steps=3)
+
+
+def test_groups_without_variance_are_dropped_counted_and_replaced():
+    one = preprocessor(changed(TINY, **SMALL, eval=dict(every=0), preprocess=dict(zero_variance="drop")))
+    one.issue_prompts()
+    assert len(one.channels.prompts) == one.issued == 6, "three steps of two groups"
+    for rewards in ([1.0] * 4, [1.0, 0.0, 0.0, 0.0], [0.0] * 4, [0.0, 0.0, 1.0, 1.0]):
+        one.take(scored(one.channels.prompts.get(), rewards, 0))
+    one.send_batches()
+    batch = one.channels.batches[0].get()
+    assert batch.metrics["dropped_zero_variance"] == 2
+    assert batch.metrics["reward"] == pytest.approx((4 + 1 + 0 + 2) / 16), "the dropped groups count in the reward"
+    one.issue_prompts()
+    assert one.issued == 8, "two more in the place of the two dropped"
+
+
+def test_groups_without_variance_are_kept_by_default_with_zero_advantage():
+    one = preprocessor(changed(TINY, **SMALL, eval=dict(every=0)))
+    one.issue_prompts()
+    for _ in range(2):
+        one.take(scored(one.channels.prompts.get(), [1.0] * 4, 0))
+    one.send_batches()
+    batch = one.channels.batches[0].get()
+    assert batch.metrics["no_variance_groups"] == 2 and batch.metrics["dropped_zero_variance"] == 0
+    assert not any(m.advantages.any() for m in batch.micro_batches)
+
+
+def test_run_in_which_everything_is_filtered_ends_and_says_so():
+    one = preprocessor(
+        changed(TINY, batch_size=4, group_size=4, eval=dict(every=0), preprocess=dict(zero_variance="drop"))
+    )
+    with pytest.raises(RuntimeError, match="the last 100 groups were all dropped"):
+        for _ in range(101):
+            one.issue_prompts()
+            one.take(scored(one.channels.prompts.get(), [0.0] * 4, 0))
+
+
+def test_no_group_starts_while_enough_batches_wait():
+    one = preprocessor(
+        changed(TINY, **(SMALL | {"steps": 50, "max_lag": None}), eval=dict(every=0), preprocess=dict(ready_batches=2)),
+        slots=10,
+    )
+    for _ in range(4):
+        one.issue_prompts()
+        one.take(scored(one.channels.prompts.get(), [0.0, 1.0, 0.0, 1.0], 0))
+        one.send_batches()
+    issued = one.issued
+    one.issue_prompts()
+    assert one.issued == issued and len(one.channels.batches[0]) == 2
+    one.channels.weights.version = 1  # the trainer has done a step
+    one.issue_prompts()
+    assert one.issued > issued
+
+
+def test_evaluations_are_due_at_the_start_every_n_steps_and_at_the_end():
+    cfg = changed(TINY, **(SMALL | {"steps": 5}), eval=dict(every=2, prompts=3))
+    one = preprocessor(cfg)
+    done = []
+    for version in (0, 1, 2, 3, 5):  # version 4 was never seen: evaluated late, under its true version
+        one.channels.weights.version = version
+        one.issue_eval()
+        one.issue_eval()  # one at a time
+        while (prompt := one.channels.eval_prompts.try_get()) is not None:
+            assert prompt.version == version and prompt.samples == 1
+            one.take(scored(prompt, [1.0], version))
+    while (report := one.channels.reports.try_get()) is not None:
+        done.append((report.values["eval_version"], report.values["eval_accuracy"]))
+    assert done == [(0, 1.0), (2, 1.0), (5, 1.0)]
+    assert one.next_eval > 5
+
+
+def test_evaluation_on_weights_that_changed_in_between_is_refused():
+    one = preprocessor(changed(TINY, **SMALL, eval=dict(every=2, prompts=2)))
+    one.issue_eval()
+    one.take(scored(one.channels.eval_prompts.get(), [1.0], 0))
+    with pytest.raises(AssertionError, match=r"weights changed during an evaluation: versions \[0, 1\]"):
+        one.take(scored(one.channels.eval_prompts.get(), [1.0], 1))
+
+
+def test_truncated_fraction_counts_length_only():
+    batch_groups = groups(1, 4)
+    reasons = ["stop", "length", "stop", "stop"]
+    rollouts = [dataclasses.replace(r, finish_reason=f) for r, f in zip(batch_groups[0].rollouts, reasons, strict=True)]
+    assert batch_metrics([RolloutGroup(batch_groups[0].prompt, rollouts)], [])["truncated_fraction"] == 0.25

@@ -1,0 +1,216 @@
+"""Whole runs of `launch.py` with real vLLM: they learn, they leave what they should, and they end as they should."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT
+
+START_S = 240  # for the first optimizer step, vLLM's cold start on a busy machine included
+
+
+class Run:
+    """`python launch.py tiny …` as a user starts it, in a session of its own."""
+
+    def __init__(self, runs_dir: Path, *argv: str, name: str = "run"):
+        self.folder = runs_dir / name
+        self.shared_memory_before = set(os.listdir("/dev/shm"))
+        command = [sys.executable, "launch.py", "tiny", "--runs-dir", str(runs_dir), "--name", name, *argv]
+        self.output = (runs_dir / f"{name}.out").open("w+")
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdout=self.output, stderr=self.output, start_new_session=True
+        )
+        self.launcher = psutil.Process(self.process.pid)
+
+    def text(self) -> str:
+        self.output.seek(0)
+        return self.output.read()
+
+    def lines(self, file: str) -> list[dict]:
+        path = self.folder / file
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + START_S
+        while len(self.lines("metrics.jsonl")) < step:
+            assert self.process.poll() is None, f"ended early:\n{self.text()}"
+            assert time.monotonic() < deadline, f"no step {step} within {START_S} s:\n{self.text()}"
+            time.sleep(0.1)
+
+    def family(self) -> list[psutil.Process]:
+        return self.launcher.children(recursive=True)
+
+    def role(self, name: str) -> psutil.Process:
+        return next(process for process in self.family() if process.name() == name)
+
+    def wait(self, timeout_s: float) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.text()}") from None
+
+    def assert_nothing_left(self, family: list[psutil.Process], within_s: float = 10.0) -> None:
+        _, alive = psutil.wait_procs(family, timeout=within_s)
+        assert not alive, alive
+        deadline = time.monotonic() + 5  # the interpreter's resource tracker cleans up after a killed launcher
+        while (left := set(os.listdir("/dev/shm")) - self.shared_memory_before) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left, left
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Run:
+    """A short run of the preset, to its end."""
+    run = Run(tmp_path_factory.mktemp("runs"), "--steps", "60", "--eval.every", "30", "--show-every", "20")
+    assert run.wait(START_S + 240) == 0, run.text()
+    return run
+
+
+def test_held_out_success_rises_by_fifteen_points_in_sixty_steps(finished):
+    """From about 40%; what chance alone moves 256 samples by is 3 points."""
+    evals = [
+        (line["eval_version"], line["eval_accuracy"])
+        for line in finished.lines("metrics.jsonl")
+        if "eval_version" in line
+    ]
+    assert [version for version, _ in evals][0] == 0 and evals[-1][0] == 60 and len(evals) == 3
+    assert evals[-1][1] >= evals[0][1] + 0.15, evals
+
+
+def test_metrics_have_a_line_for_every_step_with_every_key(finished):
+    lines = finished.lines("metrics.jsonl")
+    assert [line["step"] for line in lines] == [line["version"] for line in lines] == list(range(1, 61))
+    keys = "step version time_s samples tokens reward reward_std loss grad_norm lr ess ratio_max clamp_fraction "
+    keys += "kl_behaviour entropy lag_mean lag_max lag_min completion_tokens_mean truncated_fraction queue_rollouts "
+    keys += "dropped_zero_variance dropped_prompt_too_long queue_batches wait_s generated_tokens_per_s "
+    keys += "trained_tokens_per_s update_stall_s"
+    keys = keys.split()
+    for line in lines:
+        assert set(keys) <= set(line), set(keys) - set(line)
+        assert all(line[key] is not None and line[key] == line[key] for key in keys), line
+    assert all(a["time_s"] <= b["time_s"] for a, b in zip(lines, lines[1:], strict=False))
+
+
+def test_lag_is_never_negative_nor_over_the_bound_and_weights_do_change_in_flight(finished):
+    lines = finished.lines("metrics.jsonl")
+    assert min(line["lag_min"] for line in lines) >= 0
+    assert 1 <= max(line["lag_max"] for line in lines) <= 16
+    assert all(0 < line["ess"] <= 1 + 1e-9 for line in lines)
+    rollouts = finished.lines("rollouts.jsonl")
+    assert len(rollouts) == 60
+    assert any(len(set(rollout["versions"])) > 1 for rollout in rollouts), "no sequence saw an update in its middle"
+
+
+def test_screen_shows_steps_a_rollout_with_versions_and_a_summary(finished):
+    text = finished.text()
+    assert "held-out" in text and "trained at step 21" in text and "v0[" in text
+    assert "complete after 60 of 60 optimizer steps" in text
+    for words in ("held-out success", "samples/s", "lag", "ESS", "update stall", "idle"):
+        assert words in text
+    assert (finished.folder / "reward.png").stat().st_size > 10_000
+    assert json.loads((finished.folder / "config.json").read_text())["steps"] == 60
+
+
+def test_final_model_answers_the_same_greedily_in_transformers_and_vllm(finished):
+    script = ROOT / "tests" / "greedy.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(finished.folder / "model")], capture_output=True, text=True, timeout=300
+    )
+    line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
+    assert line, (done.stdout + done.stderr)[-3000:]
+    found = json.loads(line.removeprefix("RESULT "))
+    assert found["vllm"] == found["transformers"] and len(found["vllm"]) == 64
+    assert len(set(map(tuple, found["vllm"]))) > 40
+
+
+def test_run_folder_is_not_overwritten_unasked(finished):
+    again = Run(finished.folder.parent, "--steps", "60")
+    assert (again.wait(30) == 2 and "already holds a run" in again.text()) or "already holds a run" in finished.text()
+
+
+def test_two_runs_side_by_side_every_option_of_the_schedule_and_several_processes_a_role(tmp_path):
+    """Both on the same cores. One: two actors, drain, KV recomputed, a KL penalty. Other: two trainers, lag 0."""
+    short = (
+        "--steps",
+        "4",
+        "--batch-size",
+        "32",
+        "--actor.sequences",
+        "32",
+        "--eval.every",
+        "2",
+        "--eval.prompts",
+        "16",
+    )
+    drain = ("--actors", "2", "--actor.update", "drain", "--actor.kv", "recompute", "--train.kl-coef", "0.01")
+    on_policy = ("--trainers", "2", "--max-lag", "0", "--reward.workers", "2", "--train.normaliser", "sequence")
+    one, two = Run(tmp_path, *short, *drain, name="one"), Run(tmp_path, *short, *on_policy, name="two")
+    assert (one.wait(2 * START_S), two.wait(2 * START_S)) == (0, 0), one.text() + two.text()
+    for run in (one, two):
+        assert len(run.lines("metrics.jsonl")) == 4
+        assert [line["eval_version"] for line in run.lines("metrics.jsonl") if "eval_version" in line][-1] == 4
+        assert (run.folder / "model" / "model.safetensors").exists()
+    assert all(len(set(rollout["versions"])) == 1 for rollout in one.lines("rollouts.jsonl")), (
+        "drain: one policy a sequence"
+    )
+    for line in two.lines("metrics.jsonl"):
+        # max_lag 0 is exactly on-policy: what vLLM recorded is what the trainer computes.
+        assert line["lag_max"] == 0 and line["ess"] > 0.99999 and line["ratio_max"] < 1.001
+
+
+LONG = ("--steps", "100000", "--show-every", "0")
+
+
+@pytest.mark.parametrize("name", ["actor-0", "preprocess", "reward-0", "train-0"])
+def test_killing_a_role_ends_the_run_in_ten_seconds_naming_it(tmp_path, name):
+    run = Run(tmp_path, *LONG)
+    run.wait_for_step(2)
+    family = run.family()
+    run.role(name).send_signal(signal.SIGKILL)
+    start = time.monotonic()
+    assert run.wait(20) == 1
+    assert time.monotonic() - start <= 10
+    text = run.text()
+    assert f"failed ({name})" in text and f"{name} was killed by SIGKILL; the last lines of " in text
+    if name == "actor-0":
+        assert "actor-0 | " in text, "its last lines"
+    if name != "train-0":
+        assert (run.folder / "model" / "model.safetensors").exists(), "what can be saved is saved"
+    run.assert_nothing_left(family)
+
+
+def test_ctrl_c_saves_the_model_and_leaves_nothing(tmp_path):
+    run = Run(tmp_path, *LONG)
+    run.wait_for_step(2)
+    family = run.family()
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
+    start = time.monotonic()
+    assert run.wait(20) == 130
+    assert time.monotonic() - start <= 10
+    assert "interrupted after" in run.text() and (run.folder / "model" / "model.safetensors").exists()
+    run.assert_nothing_left(family)
+
+
+def test_nothing_survives_the_launcher(tmp_path):
+    run = Run(tmp_path, *LONG)
+    run.wait_for_step(1)
+    family = run.family()
+    assert {"actor-0", "train-0", "preprocess", "reward-0"} <= {process.name() for process in family}
+    run.process.kill()
+    run.assert_nothing_left(family)
+
+
+def test_role_that_cannot_start_is_shown_with_its_error(tmp_path):
+    """A verifier that raises at the first completion: the run ends, and says where."""
+    verifier = tmp_path / "verifier.py"
+    verifier.write_text("def judge(text, row):\n    raise RuntimeError('no opinion on ' + row['prompt'])\n")
+    run = Run(tmp_path, "--reward.function", f"{verifier}:judge")
+    assert run.wait(START_S) == 1
+    assert "reward-0 ended with exit code 1" in run.text() and "RuntimeError: no opinion on " in run.text()
