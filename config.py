@@ -80,6 +80,9 @@ class PreprocessConfig:
     """What becomes of groups whose rewards are all equal: trained with advantage 0, or dropped and counted."""
     max_tokens_per_microbatch: int = 4096
     """Sequences are packed into micro-batches of at most this many tokens (a longer sequence has one to itself)."""
+    order: Literal["started", "finished"] = "started"
+    """Groups are trained in the order they started (each batch is a fair draw of prompts) or as they finish (less lag,
+    but batches of short and of long completions take turns)."""
     ready_batches: int = 3
     """No new group starts while so many batches are finished and not yet trained."""
 

@@ -212,12 +212,7 @@ class Record:
 
         self.cfg, self.steps, self.evals = cfg, [], []
         self.actors: dict[int, dict] = {}  # index -> its newest totals
-        self.totals = {
-            "generated_tokens": 0,
-            "update_stall_s": 0.0,
-            "idle_s": 0.0,
-            "running_s": 0.0,
-        }  # at the last step
+        self.totals = dict.fromkeys(("generated_tokens", "update_stall_s", "idle_s", "running_s"), 0)  # all actors'
         self.pending_eval: dict = {}  # joins the line of the next step
         self.held_back: dict | None = None  # the last step's line waits for the last evaluation
         self.metrics_file = (cfg.run_dir / "metrics.jsonl").open("a", buffering=1)
@@ -291,7 +286,7 @@ class Record:
             stall_s, idle = self.totals["update_stall_s"], self.totals["idle_s"] / actors_s
             lines += [
                 f"  reward            {steps[0]['reward']:.3f} -> {steps[-1]['reward']:.3f}",
-                f"  speed             {total['samples'] / training_s:.0f} samples/s, {len(steps) / training_s:.2f} steps/s",
+                f"  speed             {total['samples'] / training_s:.0f} samples/s",
                 f"  lag               mean {mean['lag_mean']:.2f}, max {max(step['lag_max'] for step in steps)} steps",
                 f"  ESS               mean {mean['ess']:.3f}, min {min(step['ess'] for step in steps):.3f}",
                 f"  update stall      {stall_s / actors_s:.2%} of the actors' time ({1000 * stall_s:.0f} ms in all)",

@@ -85,8 +85,8 @@ class Admission:
     makes room. No deadlock: once the trainer has caught up, v is the next step and at least n groups may start.
     """
 
-    def __init__(self, groups_per_batch: int, max_lag: int | None):
-        self.n, self.max_lag = groups_per_batch, max_lag
+    def __init__(self, groups_per_batch: int, max_lag: int | None, in_order: bool = False):
+        self.n, self.max_lag, self.in_order = groups_per_batch, max_lag, in_order
         self.next_step = 0
         self.deadlines: dict[int, float] = {}  # outstanding groups: started, neither trained nor dropped
 
@@ -108,12 +108,18 @@ class Admission:
         """The groups of the next step, out of those finished (in that order); None if it has to wait for more."""
         if len(finished) < self.n:
             return None
+        if self.in_order:
+            batch = sorted(self.deadlines)[: self.n]  # deadlines never fall from one group to the next
+            return self._leave(batch) if set(batch) <= set(finished) else None
         batch = sorted(finished, key=self.deadlines.__getitem__)[: self.n]
         left = sorted(d for group_id, d in self.deadlines.items() if group_id not in set(batch))
         if any(
             i >= self.n * (d - self.next_step) for i, d in enumerate(left)
         ):  # after this step, i + 1 ≤ n·(d + 1 - s - 1)
             return None  # an unfinished group has to be in this very batch
+        return self._leave(batch)
+
+    def _leave(self, batch: list[int]) -> list[int]:
         for group_id in batch:
             del self.deadlines[group_id]
         self.next_step += 1
@@ -280,7 +286,7 @@ class Preprocessor:
         self, cfg: Config, channels: Channels, tokenizer, add_ref_logprobs: Callable[[MicroBatch], MicroBatch]
     ):
         self.cfg, self.channels, self.tokenizer, self.add_ref_logprobs = cfg, channels, tokenizer, add_ref_logprobs
-        self.admission = Admission(cfg.groups_per_batch, cfg.max_lag)
+        self.admission = Admission(cfg.groups_per_batch, cfg.max_lag, cfg.preprocess.order == "started")
         self.dropped = Counter(zero_variance=0, prompt_too_long=0)
         self.prompts = encoded_prompts(cfg.data.train, cfg.seed, self.encode, cfg.actor.max_prompt_tokens, self.dropped)
         self.next_prompt = next(self.prompts)
