@@ -61,11 +61,11 @@ def test_equal_rewards_give_exactly_zero_even_with_rounding():
 class World:
     """Actors, filter and trainer as loosely coupled as in a run, with every speed random."""
 
-    def __init__(self, seed: int, max_lag: int | None):
+    def __init__(self, seed: int, max_lag: int | None, in_order: bool):
         self.rng = rng = random.Random(seed)
         self.n = rng.randint(1, 4)  # groups a batch
         self.steps = rng.randint(1, 12)
-        self.admission = Admission(self.n, max_lag)
+        self.admission = Admission(self.n, max_lag, in_order)
         self.version = 0
         self.slots = [[] for _ in range(rng.randint(1, 3))]  # actor -> running groups [id, ticks left, versions seen]
         self.loaded = [0] * len(self.slots)
@@ -121,12 +121,13 @@ class World:
             self.finished[group_id] = [group_id + 1]
 
 
+@pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("max_lag", [0, 1, 2, 5, 50, None])
-def test_no_token_is_older_than_max_lag_no_group_is_lost_and_nothing_deadlocks(max_lag):
+def test_no_token_is_older_than_max_lag_no_group_is_lost_and_nothing_deadlocks(max_lag, in_order):
     """Random lengths, actors, filters and speeds; observed lag never over the bound, and every run comes to its end."""
     reached = 0
     for seed in range(150):
-        world = World(seed, max_lag)
+        world = World(seed, max_lag, in_order)
         for _ in range(200_000):
             world.tick()
             if world.version == world.steps:
@@ -143,6 +144,16 @@ def test_no_token_is_older_than_max_lag_no_group_is_lost_and_nothing_deadlocks(m
     )
 
 
+def test_in_order_groups_leave_as_they_started_and_dropped_ones_are_not_waited_for():
+    admission = Admission(2, None, in_order=True)
+    for group_id in range(5):
+        admission.start(group_id, 0)
+    assert admission.next_batch([4, 1, 3]) is None, "group 0 is the first"
+    admission.drop(0)
+    assert admission.next_batch([4, 1, 3]) is None, "now group 2 is the second"
+    assert admission.next_batch([4, 1, 3, 2]) == [1, 2]
+
+
 def test_without_a_bound_groups_leave_as_they_finish():
     admission = Admission(2, None)
     for group_id in range(5):
@@ -153,7 +164,7 @@ def test_without_a_bound_groups_leave_as_they_finish():
 
 
 def test_batch_waits_for_the_group_that_has_to_be_in_it():
-    admission = Admission(groups_per_batch=2, max_lag=1)
+    admission = Admission(groups_per_batch=2, max_lag=1, in_order=False)
     for group_id in range(4):
         admission.start(group_id, version=0)  # all to be trained at step 0 or 1
     assert not admission.may_start(0)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,7 +23,7 @@ class Run:
         self.folder = runs_dir / name
         self.shared_memory_before = set(os.listdir("/dev/shm"))
         command = [sys.executable, "launch.py", "tiny", "--runs-dir", str(runs_dir), "--name", name, *argv]
-        self.output = (runs_dir / f"{name}.out").open("w+")
+        self.output = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdout=self.output, stderr=self.output, start_new_session=True
         )
