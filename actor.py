@@ -18,15 +18,12 @@ import os
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from config import Config
 from queues import Channels, Prompt, Report, Rollout, RolloutGroup, SharedMemoryWeights
-
-# ---------------------------------------------------------------- the engine behind three calls
 
 
 class WeightReceiver:
@@ -58,17 +55,6 @@ class WeightReceiver:
         if loaded is None or not self.expected_weights <= set(loaded):
             missing = sorted(self.expected_weights - set(loaded or ()))
             raise RuntimeError(f"a weight update left {len(missing)} parameters old: {missing[:5]}")
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What the engine hands back for a finished request; fields as in `Rollout`."""
-
-    request_id: str
-    completion_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish_reason: str
 
 
 def end_of_sequence_ids(model: Path) -> list[int]:
@@ -133,15 +119,19 @@ class Engine:
         self.engine.add_request(str(self.requests), prompt, self.sampling)
         return str(self.requests)
 
-    def step(self) -> list[Completion]:
-        """One decode step of everything in flight; the sequences that it finished."""
-        finished = []
+    def step(self) -> dict[str, Rollout]:
+        """One decode step of everything in flight; request id -> rollout of the sequences that it finished."""
+        finished = {}
         for output in self.engine.step():
             completion = output.outputs[0]
-            ids = list(completion.token_ids)
-            versions = [int(s.version) for s in completion.weight_versions for _ in range(s.start, s.end)]
-            logprobs = completion.logprobs.logprobs
-            finished.append(Completion(output.request_id, ids, logprobs, versions, completion.finish_reason))
+            finished[output.request_id] = Rollout(
+                completion_ids=torch.tensor(completion.token_ids),
+                logprobs=torch.tensor(completion.logprobs.logprobs),
+                versions=torch.tensor(
+                    [int(s.version) for s in completion.weight_versions for _ in range(s.start, s.end)]
+                ),
+                finish_reason=completion.finish_reason,
+            )
         return finished
 
     def join_weight_channel(self, weights: SharedMemoryWeights) -> None:
@@ -165,9 +155,6 @@ class Engine:
         if self.kv == "recompute":
             self.engine.reset_prefix_cache(reset_running_requests=True)
         return time.monotonic() - start
-
-
-# ---------------------------------------------------------------- the actor
 
 
 class Actor:
@@ -225,15 +212,9 @@ class Actor:
 
     def step(self) -> None:
         """Decode one token of every sequence in flight; send the groups that this finishes."""
-        for completion in self.engine.step():
-            prompt = self.in_flight.pop(completion.request_id)
-            rollout = Rollout(
-                completion_ids=torch.tensor(completion.completion_ids),
-                logprobs=torch.tensor(completion.logprobs),
-                versions=torch.tensor(completion.versions),
-                finish_reason=completion.finish_reason,
-            )
-            self.totals["generated_tokens"] += len(completion.completion_ids)
+        for request_id, rollout in self.engine.step().items():
+            prompt = self.in_flight.pop(request_id)
+            self.totals["generated_tokens"] += len(rollout.completion_ids)
             self.totals["samples"] += 1
             self.evals_left -= prompt.is_eval
             rollouts = self.groups.setdefault(prompt.group_id, [])

@@ -4,7 +4,8 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -14,16 +15,6 @@ HERE = Path(__file__).parent
 
 class ConfigError(Exception):
     """Bad input, with a message that names the value and the remedy; the launcher exits with code 2."""
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Prompts: `rows.jsonl`, a line {"prompt": …, "answer": …} each, or `file.py:function`: seed -> such rows."""
-
-    train: str = ""
-    """Training rows; begun again, reshuffled, when they are used up."""
-    eval: str = ""
-    """Held-out rows for the evaluations during a run; empty: no evaluation."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +106,8 @@ class TrainConfig:
 class EvalConfig:
     """Held-out success, sampled at the training temperature by actor 0 between training sequences."""
 
+    data: str = ""
+    """Held-out rows, as `data`."""
     every: int = 50
     """Optimizer steps between evaluations (there is one at the start and one at the end as well); 0: none."""
     prompts: int = 256
@@ -135,6 +128,9 @@ class Config:
     """Seeds prompts, sampling and everything else."""
     model: Path = Path("model")
     """Folder of the initial model, Hugging Face format with safetensors and tokenizer."""
+    data: str = ""
+    """Training rows: `rows.jsonl`, a line {"prompt": …, "answer": …} each, or `file.py:function`, seed -> such rows.
+    Begun again, reshuffled or with another seed, when they are used up."""
     actors: int = 1
     """Generation processes."""
     trainers: int = 1
@@ -151,7 +147,6 @@ class Config:
     """Hard bound, in optimizer steps, on the lag of any trained token, held by admission; None: no bound."""
     show_every: int = 25
     """Optimizer steps between decoded rollouts on the screen; 0: none."""
-    data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
@@ -182,7 +177,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
             batch_size=128,
             group_size=8,
             max_lag=16,
-            data=DataConfig(train=f"{TINY}/task.py:train_rows", eval=f"{TINY}/task.py:held_out_rows"),
+            data=f"{TINY}/task.py:train_rows",
             reward=RewardConfig(function=f"{TINY}/task.py:reward"),
             actor=ActorConfig(
                 sequences=256,
@@ -194,13 +189,11 @@ PRESETS: dict[str, tuple[str, Config]] = {
                 enforce_eager=True,
             ),
             preprocess=PreprocessConfig(max_tokens_per_microbatch=2048),
-            train=TrainConfig(lr=3e-4, warmup_steps=10),
+            train=TrainConfig(lr=2e-4, warmup_steps=10),
+            eval=EvalConfig(data=f"{TINY}/task.py:held_out_rows", every=50, prompts=256),
         ),
     )
 }
-
-
-# ---------------------------------------------------------------- what configs point to
 
 
 def load_function(spec: str) -> Callable:
@@ -256,94 +249,74 @@ def model_layout(folder: Path) -> dict[str, tuple[int, ...]]:
     return layout
 
 
-# ---------------------------------------------------------------- checks
-
-
 def check(cfg: Config) -> None:
-    """Everything that can be known to be wrong before anything heavy starts. Raises ConfigError."""
-    _check_numbers(cfg)
-    _check_model(cfg)
-    _check_data(cfg)
-    if cfg.reward.function != "exact":
-        load_function(cfg.reward.function)
-    if cfg.run_dir.exists() and not cfg.run_dir.is_dir():
-        raise ConfigError(f"{cfg.run_dir} is a file: choose another --name or --runs-dir")
-    if cfg.run_dir.is_dir() and any(cfg.run_dir.iterdir()) and not cfg.overwrite:
-        raise ConfigError(f"{cfg.run_dir} already holds a run: give --overwrite to replace it, or another --name")
+    """Raises ConfigError for everything that can be known to be wrong before anything heavy starts."""
+    for problem in itertools.chain(_wrong_values(cfg), _wrong_model(cfg), _wrong_sources(cfg)):
+        raise ConfigError(problem)
 
 
-def _check_numbers(cfg: Config) -> None:
-    at_least_one = ("actors", "trainers", "steps", "batch_size", "group_size", "reward.workers", "actor.sequences")
-    at_least_one += ("actor.max_prompt_tokens", "actor.max_completion_tokens", "preprocess.max_tokens_per_microbatch")
-    for name in at_least_one + ("preprocess.ready_batches", "eval.prompts"):
-        value = _get(cfg, name)
-        if value < 1:
-            raise ConfigError(f"{name} is {value}: want at least 1")
-    for name in ("actor.temperature", "actor.kv_cache_gib", "train.lr", "train.clamp", "train.max_grad_norm"):
-        if not _get(cfg, name) > 0:
-            raise ConfigError(f"{name} is {_get(cfg, name)}: want a number above 0")
-    for name in ("max_lag", "eval.every", "show_every", "train.warmup_steps", "train.kl_coef", "train.weight_decay"):
-        value = _get(cfg, name)
-        if value is not None and not value >= 0:
-            raise ConfigError(f"{name} is {value}: want 0 or more")
-    if not 0 < cfg.actor.gpu_memory_utilization <= 1:
-        raise ConfigError(
-            f"actor.gpu_memory_utilization is {cfg.actor.gpu_memory_utilization}: want a share above 0, up to 1"
-        )
+def _wrong_values(cfg: Config) -> Iterator[str]:
+    def wrong(names: str, want: str, right: Callable) -> Iterator[str]:
+        for name in names.split():
+            value = operator.attrgetter(name)(cfg)
+            if value is not None and not right(value):
+                yield f"{name} is {value}: want {want}"
+
+    counts = "actors trainers steps batch_size group_size reward.workers actor.sequences actor.max_prompt_tokens "
+    counts += "actor.max_completion_tokens preprocess.max_tokens_per_microbatch preprocess.ready_batches eval.prompts"
+    yield from wrong(counts, "at least 1", lambda value: value >= 1)
+    positive = "actor.temperature actor.kv_cache_gib actor.gpu_memory_utilization "
+    yield from wrong(positive + "train.lr train.clamp train.max_grad_norm", "more than 0", lambda value: value > 0)
+    others = "max_lag eval.every show_every train.warmup_steps train.kl_coef train.weight_decay"
+    yield from wrong(others, "0 or more", lambda value: value >= 0)
+    if cfg.actor.gpu_memory_utilization > 1:
+        yield f"actor.gpu_memory_utilization is {cfg.actor.gpu_memory_utilization}: want a share, at most 1"
     if not all(0 <= beta < 1 for beta in cfg.train.adam_betas):
-        raise ConfigError(f"train.adam_betas is {cfg.train.adam_betas}: want two numbers from 0 to below 1")
+        yield f"train.adam_betas is {cfg.train.adam_betas}: want two numbers from 0 to below 1"
     if cfg.batch_size % cfg.group_size:
-        raise ConfigError(
-            f"batch_size {cfg.batch_size} is not a multiple of group_size {cfg.group_size}: groups are trained whole, "
-            f"so take {cfg.batch_size // cfg.group_size * cfg.group_size or cfg.group_size}"
-        )
-    if cfg.group_size == 1 and cfg.preprocess.baseline == "leave_one_out":
-        raise ConfigError("group_size 1 leaves nothing for a leave_one_out baseline: take group_size 2 or more")
+        whole = cfg.batch_size // cfg.group_size * cfg.group_size or cfg.group_size
+        yield f"batch_size {cfg.batch_size} is not a multiple of group_size {cfg.group_size}: take {whole}"
     if cfg.group_size == 1:
-        raise ConfigError("group_size 1 with baseline mean: every advantage would be 0; take group_size 2 or more")
+        yield f"group_size 1 leaves nothing for a {cfg.preprocess.baseline} baseline: take group_size 2 or more"
     if cfg.actor.top_p != 1.0 or cfg.actor.top_k != 0:
-        raise ConfigError(
+        yield (
             f"top_p {cfg.actor.top_p}, top_k {cfg.actor.top_k}: the trainer cannot mirror a truncated distribution, so "
             "importance ratios would be wrong; take top_p 1 and top_k 0, and sharpen with the temperature"
         )
 
 
-def _get(cfg: Config, dotted: str):
-    value = cfg
-    for name in dotted.split("."):
-        value = getattr(value, name)
-    return value
+def _wrong_model(cfg: Config) -> Iterator[str]:
+    files = {path.name for path in cfg.model.iterdir()} if cfg.model.is_dir() else set()
+    if not cfg.model.is_dir():
+        yield f"model folder {cfg.model}: no such folder"
+    if "config.json" not in files:
+        yield f"model folder {cfg.model} has no config.json: want a model in Hugging Face format"
+    if not any(name.endswith(".safetensors") for name in files):
+        yield f"model folder {cfg.model} has no *.safetensors: save it with save_pretrained()"
+    if not files & {"tokenizer.json", "tokenizer.model", "vocab.json"}:
+        yield f"model folder {cfg.model} has no tokenizer: save it there with tokenizer.save_pretrained()"
+    context = json.loads((cfg.model / "config.json").read_text()).get("max_position_embeddings") or float("inf")
+    prompt, completion = cfg.actor.max_prompt_tokens, cfg.actor.max_completion_tokens
+    if prompt + completion > context:
+        budget = f"max_prompt_tokens {prompt} + max_completion_tokens {completion} = {prompt + completion}"
+        yield f"{budget} is over the model's context of {context} tokens: lower one of them"
 
 
-def _check_model(cfg: Config) -> None:
-    folder = cfg.model
-    if not folder.is_dir():
-        raise ConfigError(f"model folder {folder}: no such folder")
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model folder {folder} has no config.json: want a model in Hugging Face format")
-    if not list(folder.glob("*.safetensors")):
-        raise ConfigError(f"model folder {folder} has no *.safetensors: save it with save_pretrained()")
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise ConfigError(f"model folder {folder} has no tokenizer: save it there with tokenizer.save_pretrained()")
-    context = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
-    budget = cfg.actor.max_prompt_tokens + cfg.actor.max_completion_tokens
-    if context is not None and budget > context:
-        raise ConfigError(
-            f"max_prompt_tokens {cfg.actor.max_prompt_tokens} + max_completion_tokens "
-            f"{cfg.actor.max_completion_tokens} = {budget} is over the model's context of {context} tokens: lower one"
-        )
-
-
-def _check_data(cfg: Config) -> None:
-    if not cfg.data.train:
-        raise ConfigError("data.train is empty: name a .jsonl file or `file.py:function`")
-    if cfg.eval.every and not cfg.data.eval:
-        raise ConfigError("data.eval is empty: name held-out rows, or turn evaluation off with --eval.every 0")
-    for name, source in (("data.train", cfg.data.train), ("data.eval", cfg.data.eval if cfg.eval.every else "")):
-        if source.endswith(".jsonl"):
-            read_jsonl(Path(source))
-        elif source:
-            first = list(itertools.islice(load_function(source)(cfg.seed), 1))
-            if not first:
-                raise ConfigError(f"{name}: {source} yields no rows")
-            check_row(first[0], f"{name}: first row of {source}")
+def _wrong_sources(cfg: Config) -> Iterator[str]:
+    """Datasets, the verifier and the run folder."""
+    if not cfg.data:
+        yield "data is empty: name a .jsonl file or `file.py:function`"
+    if cfg.eval.every and not cfg.eval.data:
+        yield "eval.data is empty: name held-out rows, or turn evaluation off with --eval.every 0"
+    for source in (cfg.data, cfg.eval.data) if cfg.eval.every else (cfg.data,):
+        rows = read_jsonl(Path(source)) if source.endswith(".jsonl") else load_function(source)(cfg.seed)
+        first = next(iter(rows), None)
+        if first is None:
+            yield f"{source} yields no rows"
+        check_row(first, f"first row of {source}")
+    if cfg.reward.function != "exact":
+        load_function(cfg.reward.function)
+    if cfg.run_dir.exists() and not cfg.run_dir.is_dir():
+        yield f"{cfg.run_dir} is a file: choose another --name or --runs-dir"
+    if cfg.run_dir.is_dir() and any(cfg.run_dir.iterdir()) and not cfg.overwrite:
+        yield f"{cfg.run_dir} already holds a run: give --overwrite to replace it, or another --name"

@@ -24,12 +24,11 @@ import time
 import traceback
 from pathlib import Path
 
+from bench.curve import draw
 from config import PRESETS, Config, ConfigError, check, model_layout
 
 START = time.monotonic()
 SHUTDOWN_S = 8.0  # for roles to end by themselves, the model to be saved; then they are killed
-
-# ---------------------------------------------------------------- command line
 
 
 def parse(argv: list[str]) -> Config:
@@ -45,9 +44,6 @@ def parse(argv: list[str]) -> Config:
     prog = f"launch.py {'PRESET' if asked_for_help else preset}"
     args = ["--help"] if asked_for_help else argv[1:]
     return tyro.cli(Config, default=PRESETS[preset][1], args=args, prog=prog, description=description)
-
-
-# ---------------------------------------------------------------- plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +107,6 @@ def make_channels(cfg: Config, context):
         reports=queue("reports", 256, group_bytes),
         stop=stop,
     )
-
-
-# ---------------------------------------------------------------- roles as processes
 
 
 def run_role(name: str, cfg: Config, channels, place: Place, log: Path, launcher: int) -> None:
@@ -193,11 +186,8 @@ class Roles:
         return "\n".join([f"{name} {how}; the last lines of {log}:", *(f"  {name} | {line}" for line in lines)])
 
 
-# ---------------------------------------------------------------- what a run shows and leaves
-
-
 class Record:
-    """Turns reports into metrics.jsonl, rollouts.jsonl, the screen, the summary and reward.png."""
+    """Turns reports into metrics.jsonl, rollouts.jsonl, the screen and the summary."""
 
     COLUMNS = (
         ("step", "step", "{:d}", 5), ("time", "time_s", "{:.0f}s", 6), ("reward", "reward", "{:.3f}", 7),
@@ -225,9 +215,9 @@ class Record:
         elif kind == "rollout":
             self.rollouts_file.write(json.dumps(values) + "\n")
             if self.cfg.show_every and (values["step"] - 1) % self.cfg.show_every == 0:
-                self.write(show_rollout(values))
+                self.bar.write(show_rollout(values))
         elif kind == "eval":
-            self.evals.append(values | {"time_s": time.monotonic() - START})
+            self.evals.append(values)
             self.pending_eval = values
             if self.held_back and values["eval_version"] == self.cfg.steps:
                 self.close_step()
@@ -262,15 +252,11 @@ class Record:
         self.steps.append(line)
         self.metrics_file.write(json.dumps(line) + "\n")
         if len(self.steps) % 25 == 1:
-            self.write("".join(f"{title:>{width}}" for title, _, _, width in self.COLUMNS))
+            self.bar.write("".join(f"{title:>{width}}" for title, _, _, width in self.COLUMNS))
         cells = ((form.format(line[key]) if key in line else "", width) for _, key, form, width in self.COLUMNS)
-        self.write("".join(f"{cell:>{width}}" for cell, width in cells))
+        self.bar.write("".join(f"{cell:>{width}}" for cell, width in cells))
         self.bar.set_description(f"reward {line['reward']:.2f}", refresh=False)
         self.bar.update()
-
-    def write(self, text: str) -> None:
-        self.bar.write(text, file=sys.stdout)
-        sys.stdout.flush()
 
     def summary(self, outcome: str) -> str:
         """The run in a few lines."""
@@ -294,33 +280,6 @@ class Record:
             ]
         return "\n".join([*lines, f"  everything is in  {self.cfg.run_dir}"])
 
-    def draw(self) -> None:
-        """reward.png: reward and held-out success against wall time, lag and ESS below."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        def line(axes, rows: list[dict], key: str, style: str, color: str, label: str) -> None:
-            axes.plot([row["time_s"] for row in rows], [row[key] for row in rows], style, color=color, label=label)
-
-        figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 2))
-        right = bottom.twinx()
-        line(top, self.steps, "reward", "-", "lightsteelblue", "reward of the batch")
-        line(top, self.evals, "eval_accuracy", "o-", "tab:red", "held-out success, sampled")
-        line(bottom, self.steps, "lag_max", ":", "tab:green", "lag, max")
-        line(bottom, self.steps, "lag_mean", "-", "tab:green", "lag, mean")
-        line(right, self.steps, "ess", "-", "tab:orange", "ESS")
-        top.set(ylabel="success rate", ylim=(0, 1.02), title=f"{self.cfg.name}: {len(self.steps)} optimizer steps")
-        bottom.set(xlabel="seconds since the launch", ylabel="lag (optimizer steps)", ylim=(0, None))
-        right.set(ylabel="ESS", ylim=(0, 1.05))
-        for axes, place in ((top, "lower right"), (bottom, "lower left"), (right, "lower right")):
-            axes.legend(loc=place)
-            axes.grid(axes is not right, alpha=0.3)
-        figure.tight_layout()
-        figure.savefig(self.cfg.run_dir / "reward.png", dpi=120)
-        plt.close(figure)
-
 
 def show_rollout(rollout: dict) -> str:
     """A rollout in which every token stands under the version of the weights that sampled it: v3[7+5=12] v4[-3=9#9]."""
@@ -333,9 +292,6 @@ def show_rollout(rollout: dict) -> str:
     text = " ".join(f"v{version}[{part}]" for version, part in runs)
     about = f"{rollout['prompt']!r}, answer {rollout['answer']!r}, reward {rollout['reward']:g}"
     return f"  ┌ trained at step {rollout['step']}: {about}\n  └ {text}"
-
-
-# ---------------------------------------------------------------- the run
 
 
 def prepare_run_dir(cfg: Config) -> None:
@@ -389,8 +345,7 @@ def run(cfg: Config) -> int:
         drain(channels.reports, record)
         record.close_step()
         record.bar.close()
-    if record.steps:
-        record.draw()
+    draw(cfg.run_dir)
     outcome = f"failed ({dead})" if dead else "interrupted" if interrupted else "complete"
     print(record.summary(outcome))
     if dead:

@@ -25,8 +25,6 @@ import torch
 from config import Config, ConfigError, check_row, load_function, read_jsonl
 from queues import Channels, MicroBatch, Prompt, Report, Rollout, RolloutGroup, StepBatch
 
-# ---------------------------------------------------------------- prompts
-
 
 def rows(source: str, seed: int) -> Iterator[dict]:
     """Dataset rows without end: a .jsonl file reshuffled each epoch, or what a `file.py:function` yields.
@@ -69,9 +67,6 @@ def encoded_prompts(source: str, seed: int, encode: Callable[[str], list[int]], 
             )
 
 
-# ---------------------------------------------------------------- admission: max_lag without throwing anything away
-
-
 class Admission:
     """Which groups may start, and which finished groups make the next batch, so that no token's lag exceeds `max_lag`.
 
@@ -106,27 +101,16 @@ class Admission:
 
     def next_batch(self, finished: list[int]) -> list[int] | None:
         """The groups of the next step, out of those finished (in that order); None if it has to wait for more."""
-        if len(finished) < self.n:
+        pool = list(self.deadlines) if self.in_order else finished  # deadlines never fall from one group to the next
+        batch = set(sorted(pool, key=self.deadlines.__getitem__)[: self.n])
+        left = sorted(deadline for group_id, deadline in self.deadlines.items() if group_id not in batch)
+        # At position i of those left: i + 1 groups with deadlines ≤ d share the n · (d - this step) places up to d.
+        too_late = any(i + 1 > self.n * (deadline - self.next_step) for i, deadline in enumerate(left))
+        if len(batch) < self.n or too_late or not batch <= set(finished):
             return None
-        if self.in_order:
-            batch = sorted(self.deadlines)[: self.n]  # deadlines never fall from one group to the next
-            return self._leave(batch) if set(batch) <= set(finished) else None
-        batch = sorted(finished, key=self.deadlines.__getitem__)[: self.n]
-        left = sorted(d for group_id, d in self.deadlines.items() if group_id not in set(batch))
-        if any(
-            i >= self.n * (d - self.next_step) for i, d in enumerate(left)
-        ):  # after this step, i + 1 ≤ n·(d + 1 - s - 1)
-            return None  # an unfinished group has to be in this very batch
-        return self._leave(batch)
-
-    def _leave(self, batch: list[int]) -> list[int]:
-        for group_id in batch:
-            del self.deadlines[group_id]
         self.next_step += 1
-        return batch
-
-
-# ---------------------------------------------------------------- advantages
+        self.deadlines = {group_id: d for group_id, d in self.deadlines.items() if group_id not in batch}
+        return [group_id for group_id in finished if group_id in batch]
 
 
 def group_advantages(rewards: list[float], baseline: str, divide_by_std: bool) -> list[float]:
@@ -153,9 +137,6 @@ def has_no_variance(rewards: list[float]) -> bool:
     return max(rewards) - min(rewards) <= 1e-9 * max(1.0, *map(abs, rewards))
 
 
-# ---------------------------------------------------------------- packing
-
-
 @dataclass
 class Sequence:
     """A rollout on its way into a micro-batch."""
@@ -172,29 +153,19 @@ class Sequence:
 def pack(lengths: list[int], max_tokens: int, ranks: int) -> list[list[list[int]]]:
     """Indices of sequences -> [rank][micro-batch][index], every rank with the same number of micro-batches.
 
-    As few micro-batches of at most `max_tokens` as first-fit on falling lengths finds, rounded up to a multiple of
-    `ranks`; then the longest sequences first, each into the emptiest micro-batch that has room, so that they come out
-    nearly equal. A sequence longer than `max_tokens` has a micro-batch to itself; micro-batches may be empty.
+    The longest sequences first, each into the emptiest micro-batch, with as few micro-batches as that works for: so
+    they come out nearly equal. A sequence over `max_tokens` has one to itself; micro-batches may be empty.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    bins: list[int] = []  # tokens in each
-    for i in order:
-        fits = next((b for b, tokens in enumerate(bins) if tokens + lengths[i] <= max_tokens), None)
-        if fits is None:
-            bins.append(lengths[i])
-        else:
-            bins[fits] += lengths[i]
-    count = -(-max(len(bins), 1) // ranks) * ranks
+    count = max(1, -(-sum(min(n, max_tokens) for n in lengths) // (max_tokens * ranks))) * ranks
     while True:
         micro_batches: list[list[int]] = [[] for _ in range(count)]
         tokens = [0] * count
         for i in order:
             emptiest = min(range(count), key=tokens.__getitem__)
-            if tokens[emptiest] and tokens[emptiest] + lengths[i] > max_tokens:
-                break  # spread this evenly it does not fit: one more micro-batch a rank
             micro_batches[emptiest].append(i)
             tokens[emptiest] += lengths[i]
-        else:
+        if all(n <= max_tokens or len(m) == 1 for n, m in zip(tokens, micro_batches, strict=True)):
             break
         count += ranks
     # Deal micro-batches to ranks in falling order, back and forth, so that ranks come out nearly equal as well.
@@ -209,31 +180,23 @@ def pack(lengths: list[int], max_tokens: int, ranks: int) -> list[list[list[int]
 def make_micro_batch(sequences: list[Sequence]) -> MicroBatch:
     """Sequences end to end in one row of T tokens; for none, one unmasked token, so that every rank has work."""
     if not sequences:
-        zero = torch.zeros(1)
-        return MicroBatch(
-            input_ids=zero.long(), position_ids=zero.long(), mask=zero.bool(), logprobs=zero,
-            versions=zero.long(), advantages=zero, weights=zero, ref_logprobs=None,
-        )  # fmt: skip
-
-    def row(of_prompt: Callable, of_completion: Callable) -> torch.Tensor:  # (T,)
-        return torch.cat([part for s in sequences for part in (of_prompt(s), of_completion(s))])
-
-    def completion_row(values: Callable, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return row(lambda s: torch.zeros(len(s.prompt_ids), dtype=dtype), values)
-
-    def constant(value: float, s: Sequence, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.full((len(s.rollout.completion_ids),), value, dtype=dtype)
-
-    return MicroBatch(
-        input_ids=row(lambda s: s.prompt_ids, lambda s: s.rollout.completion_ids),
-        position_ids=torch.cat([torch.arange(len(s)) for s in sequences]),
-        mask=completion_row(lambda s: constant(True, s, torch.bool), torch.bool),
-        logprobs=completion_row(lambda s: s.rollout.logprobs),
-        versions=completion_row(lambda s: s.rollout.versions, torch.int64),
-        advantages=completion_row(lambda s: constant(s.advantage, s)),
-        weights=completion_row(lambda s: constant(s.weight, s)),
-        ref_logprobs=None,
-    )
+        ids, values = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
+        return MicroBatch(ids, ids, ids.bool(), values, ids, values, values, ref_logprobs=None)
+    rows = []
+    for s in sequences:
+        before, ones = len(s.prompt_ids), torch.ones(len(s.rollout.completion_ids))
+        completion = {
+            "mask": ones.bool(),
+            "logprobs": s.rollout.logprobs,
+            "versions": s.rollout.versions,
+            "advantages": s.advantage * ones,
+            "weights": s.weight * ones,
+        }
+        row = {name: torch.cat([values.new_zeros(before), values]) for name, values in completion.items()}
+        row["input_ids"] = torch.cat([s.prompt_ids, s.rollout.completion_ids])
+        row["position_ids"] = torch.arange(len(s))
+        rows.append(row)
+    return MicroBatch(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]}, ref_logprobs=None)
 
 
 def make_step_batches(cfg: Config, step: int, groups: list[RolloutGroup], ranks: int, metrics: dict) -> list[StepBatch]:
@@ -276,9 +239,6 @@ def batch_metrics(groups: list[RolloutGroup], rewards: list[float]) -> dict:
     }
 
 
-# ---------------------------------------------------------------- the preprocessor
-
-
 class Preprocessor:
     """Issues prompts, takes scored groups, sends batches, and asks for evaluations."""
 
@@ -288,7 +248,7 @@ class Preprocessor:
         self.cfg, self.channels, self.tokenizer, self.add_ref_logprobs = cfg, channels, tokenizer, add_ref_logprobs
         self.admission = Admission(cfg.groups_per_batch, cfg.max_lag, cfg.preprocess.order == "started")
         self.dropped = Counter(zero_variance=0, prompt_too_long=0)
-        self.prompts = encoded_prompts(cfg.data.train, cfg.seed, self.encode, cfg.actor.max_prompt_tokens, self.dropped)
+        self.prompts = encoded_prompts(cfg.data, cfg.seed, self.encode, cfg.actor.max_prompt_tokens, self.dropped)
         self.next_prompt = next(self.prompts)
         self.issued = 0  # groups
         self.finished: dict[int, RolloutGroup] = {}  # scored groups that wait for a batch, in the order they came
@@ -296,7 +256,7 @@ class Preprocessor:
         self.rewards: list[float] = []  # of every sample scored since the last batch, dropped groups included
         self.eval_prompts: list[tuple[torch.Tensor, dict]] = []
         if cfg.eval.every:
-            held_out = encoded_prompts(cfg.data.eval, cfg.seed, self.encode, cfg.actor.max_prompt_tokens, Counter())
+            held_out = encoded_prompts(cfg.eval.data, cfg.seed, self.encode, cfg.actor.max_prompt_tokens, Counter())
             self.eval_prompts = [next(held_out) for _ in range(cfg.eval.prompts)]
         self.next_eval = 0  # version
         self.eval_rollouts: list[Rollout] | None = None  # of the running evaluation

@@ -25,8 +25,6 @@ import torch
 from safetensors import numpy as safetensors_numpy
 from safetensors import torch as safetensors_torch
 
-# ---------------------------------------------------------------- messages
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -180,9 +178,6 @@ def decode(data: bytes) -> Any:
         return value
 
     return restore(header)
-
-
-# ---------------------------------------------------------------- transport on one machine
 
 
 class Stopped(Exception):

@@ -65,7 +65,7 @@ def apart(cfg: Config, seconds: float) -> dict:
     import torch
 
     tokenizer, verify = AutoTokenizer.from_pretrained(cfg.model), load_verifier(cfg.reward.function)
-    dataset, groups, going = rows(cfg.data.train, cfg.seed), [], threading.Event()
+    dataset, groups, going = rows(cfg.data, cfg.seed), [], threading.Event()
     going.set()
 
     def feed_actor() -> None:

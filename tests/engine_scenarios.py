@@ -6,6 +6,7 @@ One engine in one process for all scenarios of an architecture: `test_engine.py`
 """
 
 import copy
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -18,9 +19,9 @@ import torch
 from conftest import changed
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config
 
-from actor import Completion, Engine
+from actor import Engine
 from config import PRESETS, model_layout
-from queues import SharedMemoryWeights
+from queues import Rollout, SharedMemoryWeights
 
 PROMPTS = [[7, 10, 5, 12], [1, 2, 3], [4] * 20, [9, 8, 7, 6, 5, 4, 3, 2], [11, 0], [5, 5, 13, 5]]
 NEW_TOKENS = 24
@@ -73,19 +74,19 @@ class World:
             pass
         self.engine.load_weights()
 
-    def run(self, requests: dict[str, list[int]], steps: int | None = None) -> dict[str, Completion]:
+    def run(self, requests: dict[str, list[int]], steps: int | None = None) -> dict[str, Rollout]:
         done = {}
         while len(done) < len(requests) if steps is None else steps > 0:
-            done |= {completion.request_id: completion for completion in self.engine.step()}
+            done |= self.engine.step()
             steps = None if steps is None else steps - 1
         return done
 
-    def expected(self, prompt: list[int], completion: Completion, kv: str, temperature: float = 1.0) -> list[float]:
+    def expected(self, prompt: list[int], completion: Rollout, kv: str, temperature: float = 1.0) -> list[float]:
         """Log-probs of the completion by transformers, each token under its own version's weights.
 
         keep: the cache holds what each earlier version computed. recompute: each version computes the whole prefix.
         """
-        ids, versions = completion.completion_ids, completion.versions
+        ids, versions = completion.completion_ids.tolist(), completion.versions.tolist()
         logprobs, cache, cached = [], None, 0
         for i, version in enumerate(versions):
             if kv == "recompute" and i and version != versions[i - 1]:
@@ -98,13 +99,13 @@ class World:
         return logprobs
 
 
-def difference(a: list[float], b: list[float]) -> float:
-    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+def difference(a: torch.Tensor, b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a.tolist(), b, strict=True))
 
 
-def under(world: World, version: int, prompt: list[int], completion: Completion) -> Completion:
+def under(version: int, completion: Rollout) -> Rollout:
     """The same tokens as if one version had sampled them all."""
-    return Completion(**(vars(completion) | {"versions": [version] * len(completion.completion_ids)}))
+    return dataclasses.replace(completion, versions=torch.full_like(completion.versions, version))
 
 
 def across_updates(world: World, kv: str) -> dict:
@@ -123,10 +124,10 @@ def across_updates(world: World, kv: str) -> dict:
     errors, old_errors = [], []
     for request, completion in done.items():
         errors.append(difference(completion.logprobs, world.expected(requests[request], completion, kv)))
-        stale = world.expected(requests[request], under(world, first, requests[request], completion), kv)
+        stale = world.expected(requests[request], under(first, completion), kv)
         old_errors.append(difference(completion.logprobs, stale))
     return {
-        "versions": {request: [v - first for v in completion.versions] for request, completion in done.items()},
+        "versions": {request: (completion.versions - first).tolist() for request, completion in done.items()},
         "late": late,
         "lengths": [len(completion.completion_ids) for completion in done.values()],
         "finish": sorted({completion.finish_reason for completion in done.values()}),
@@ -150,7 +151,7 @@ def fresh(world: World, temperature: float) -> dict:
     for request, completion in done.items():
         prompt = requests[request]
         new.append(difference(completion.logprobs, world.expected(prompt, completion, "keep", temperature)))
-        stale = under(world, world.engine.version - 1, prompt, completion)
+        stale = under(world.engine.version - 1, completion)
         old.append(difference(completion.logprobs, world.expected(prompt, stale, "keep", temperature)))
     return {"error": max(new), "error_of_the_version_before": min(old)}
 

@@ -40,26 +40,26 @@ def refused(capsys, *argv) -> str:
         (["tiny", "--actor.kv", "throw-away"], "throw-away"),
         (["tiny", "--model", "/nowhere"], "model folder /nowhere: no such folder"),
         (["tiny", "--group-size", "1"], "group_size 1 leaves nothing for a leave_one_out baseline: take group_size 2"),
-        (["tiny", "--group-size", "1", "--preprocess.baseline", "mean"], "every advantage would be 0"),
         (
-            ["tiny", "--batch-size", "100"],
-            "batch_size 100 is not a multiple of group_size 8: groups are trained whole, so take 96",
+            ["tiny", "--group-size", "1", "--preprocess.baseline", "mean"],
+            "group_size 1 leaves nothing for a mean baseline",
         ),
-        (["tiny", "--batch-size", "4"], "so take 8"),
+        (["tiny", "--batch-size", "100"], "batch_size 100 is not a multiple of group_size 8: take 96"),
+        (["tiny", "--batch-size", "4"], "take 8"),
         (
             ["tiny", "--actor.max-completion-tokens", "100"],
             "32 + max_completion_tokens 100 = 132 is over the model's context of 128",
         ),
         (["tiny", "--actor.top-p", "0.9"], "top_p 0.9, top_k 0: the trainer cannot mirror a truncated distribution"),
         (["tiny", "--actor.top-k", "50"], "top_p 1.0, top_k 50"),
-        (["tiny", "--data.train", "/nowhere.jsonl"], "dataset /nowhere.jsonl: no such file"),
-        (["tiny", "--data.train", ""], "data.train is empty"),
-        (["tiny", "--data.eval", ""], "turn evaluation off with --eval.every 0"),
-        (["tiny", "--data.train", "rows.csv"], "'rows.csv': want `file.py:function`"),
+        (["tiny", "--data", "/nowhere.jsonl"], "dataset /nowhere.jsonl: no such file"),
+        (["tiny", "--data", ""], "data is empty"),
+        (["tiny", "--eval.data", ""], "turn evaluation off with --eval.every 0"),
+        (["tiny", "--data", "rows.csv"], "'rows.csv': want `file.py:function`"),
         (["tiny", "--reward.function", "/nowhere.py:f"], "/nowhere.py: no such file"),
         (["tiny", "--steps", "0"], "steps is 0: want at least 1"),
         (["tiny", "--actors", "0"], "actors is 0"),
-        (["tiny", "--actor.temperature", "0"], "actor.temperature is 0.0: want a number above 0"),
+        (["tiny", "--actor.temperature", "0"], "actor.temperature is 0.0: want more than 0"),
         (["tiny", "--actor.temperature", "nan"], "actor.temperature is nan"),
         (["tiny", "--max-lag", "-1"], "max_lag is -1: want 0 or more"),
         (["tiny", "--train.adam-betas", "0.9", "1.0"], "train.adam_betas"),
@@ -98,11 +98,11 @@ def test_incomplete_model_folder_is_refused(capsys, broken_model, missing, said)
         ("[1, 2]\n", "line 1: want an object"),
     ],
 )
-@pytest.mark.parametrize("field", ["train", "eval"])
+@pytest.mark.parametrize("field", ["data", "eval.data"])
 def test_bad_dataset_row_is_named_by_its_line(capsys, tmp_path, text, said, field):
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
-    assert said in refused(capsys, "tiny", f"--data.{field}", str(path))
+    assert said in refused(capsys, "tiny", f"--{field}", str(path))
 
 
 def test_folder_that_holds_a_run_needs_overwrite(capsys, tmp_path):
