@@ -110,49 +110,36 @@ def policy_loss(
     return (micro_batch.weights[mask] * losses).sum(), ratio
 
 
-class Sums:
-    """Statistics of one optimizer step, added up over micro-batches and then over ranks."""
+def step_metrics(
+    loss: float, ratio: torch.Tensor, entropy: torch.Tensor, lag: torch.Tensor, clamp: float, device: torch.device
+) -> dict:
+    """Metrics of one optimizer step from this rank's share of its loss and its tokens' values, each (C,). A collective.
 
-    NAMES = ("loss", "tokens", "ratio", "ratio_squared", "clamped", "kl", "entropy", "lag")
-
-    def __init__(self):
-        self.sums = torch.zeros(len(self.NAMES), dtype=torch.float64)
-        self.maxima = torch.full((3,), -torch.inf, dtype=torch.float64)  # ratio, lag, -lag
-
-    def add(self, loss: float, ratio: torch.Tensor, entropy: torch.Tensor, lag: torch.Tensor, clamp: float) -> None:
-        if not len(ratio):
-            return
-        ratio = ratio.double()
-        kl = ratio - 1 - ratio.log()  # KL(μ‖π), unbiased for tokens sampled from μ
-        values = (ratio.sum(), (ratio**2).sum(), (ratio > clamp).sum(), kl.sum(), entropy.sum(), lag.sum())
-        self.sums += torch.tensor([loss, len(ratio), *(float(value) for value in values)], dtype=torch.float64)
-        extremes = torch.tensor([ratio.max(), lag.max(), -lag.min()], dtype=torch.float64)
-        self.maxima = torch.maximum(self.maxima, extremes)
-
-    def all_reduce(self, device: torch.device) -> None:
-        if dist.is_initialized():
-            self.sums, self.maxima = self.sums.to(device), self.maxima.to(device)
-            dist.all_reduce(self.sums)
-            dist.all_reduce(self.maxima, op=dist.ReduceOp.MAX)
-
-    def metrics(self) -> dict:
-        """ESS = (Σ r)² / (N · Σ r²), with the unclamped ratios (PAPER section 2)."""
-        s = dict(zip(self.NAMES, self.sums.tolist(), strict=True))
-        ratio_max, lag_max, minus_lag_min = self.maxima.tolist()
-        tokens = s["tokens"]
-        assert tokens, "a step without a single token: there is nothing to say of it"
-        return {
-            "loss": s["loss"],
-            "tokens": int(tokens),
-            "ess": s["ratio"] ** 2 / (tokens * s["ratio_squared"]),
-            "ratio_max": ratio_max,
-            "clamp_fraction": s["clamped"] / tokens,
-            "kl_behaviour": s["kl"] / tokens,
-            "entropy": s["entropy"] / tokens,
-            "lag_mean": s["lag"] / tokens,
-            "lag_max": int(lag_max),
-            "lag_min": int(-minus_lag_min),
-        }
+    ess = (Σ r)² / (N · Σ r²) with the unclamped ratios, over the N tokens of all ranks (PAPER section 2).
+    """
+    r = ratio.double()
+    kl = r - 1 - r.log()  # KL(μ‖π), unbiased for tokens sampled from μ
+    sums = torch.stack([x.double().sum() for x in (torch.ones_like(r), r, r**2, r > clamp, kl, entropy, lag)])
+    sums = torch.cat([torch.tensor([loss], dtype=torch.float64), sums.cpu()]).to(device)
+    nothing = torch.tensor([-torch.inf], dtype=torch.float64, device=device)  # a rank may have no token
+    maxima = torch.stack([torch.cat([x.double(), nothing]).max() for x in (r, lag, -lag)])
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    loss, tokens, r_sum, r_squared, clamped, kl_sum, entropy_sum, lag_sum = sums.tolist()
+    ratio_max, lag_max, minus_lag_min = maxima.tolist()
+    return {
+        "loss": loss,
+        "tokens": int(tokens),
+        "ess": r_sum**2 / (tokens * r_squared),
+        "ratio_max": ratio_max,
+        "clamp_fraction": clamped / tokens,
+        "kl_behaviour": kl_sum / tokens,
+        "entropy": entropy_sum / tokens,
+        "lag_mean": lag_sum / tokens,
+        "lag_max": int(lag_max),
+        "lag_min": int(-minus_lag_min),
+    }
 
 
 def learning_rate(cfg: Config, step: int) -> float:
@@ -193,30 +180,29 @@ class Trainer:
                 fully_shard(module, mp_policy=policy)
         fully_shard(self.model, mp_policy=policy)
 
-    def backward(self, batch: StepBatch) -> Sums:
-        """Gradient of the whole batch's loss, over micro-batches and ranks."""
-        cfg, sums = self.cfg.train, Sums()
+    def backward(self, batch: StepBatch) -> dict:
+        """Gradient of the whole batch's loss, over micro-batches and ranks; returns the step's metrics."""
+        cfg, total_loss, tokens = self.cfg.train, 0.0, []
         for micro_batch in batch.micro_batches:
             micro_batch = to_device(micro_batch, self.device)
             logprobs, entropy = token_logprobs(self.model, micro_batch, self.cfg.actor.temperature)
             loss, ratio = policy_loss(logprobs, micro_batch, cfg.clamp, cfg.kl_coef)
             loss = loss / max(batch.normaliser, 1e-8)
             (loss * self.world_size).backward()  # FSDP averages gradients over ranks; the loss is already global
-            lag = batch.step - micro_batch.versions[micro_batch.mask]
-            sums.add(loss.item(), ratio, entropy, lag, cfg.clamp)
-        sums.all_reduce(self.device)
-        return sums
+            total_loss += loss.item()
+            tokens.append((ratio, entropy, batch.step - micro_batch.versions[micro_batch.mask]))
+        return step_metrics(total_loss, *map(torch.cat, zip(*tokens, strict=True)), cfg.clamp, self.device)
 
     def step(self, batch: StepBatch) -> dict:
         """One optimizer step. Returns its metrics, the same on every rank."""
         lr = learning_rate(self.cfg, batch.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        sums = self.backward(batch)
+        metrics = self.backward(batch)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.train.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return sums.metrics() | {"grad_norm": float(full(grad_norm)), "lr": lr}
+        return metrics | {"grad_norm": float(full(grad_norm)), "lr": lr}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every travelling weight, whole, one at a time. A collective: all ranks iterate together."""

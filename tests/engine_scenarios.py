@@ -37,7 +37,9 @@ def make_model(kind: str, folder: Path) -> None:
     torch.manual_seed(1)
     config = (LlamaConfig if kind == "llama" else Qwen2Config)(**common, tie_word_embeddings=kind == "qwen2-tied")
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(PRESETS["tiny"][1].model).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(PRESETS["tiny"][1].model)
+    tokenizer.eos_token = None  # every sequence runs to its limit
+    tokenizer.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"top_k": 2, "top_p": 0.3, "repetition_penalty": 1.5}))
 
 

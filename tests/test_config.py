@@ -145,9 +145,7 @@ def test_help_lists_presets_and_every_field_with_a_help_line():
     for field in fields(PRESETS["tiny"][1]):
         at = next(i for i, line in enumerate(lines) if f" {field}" in line)
         entry = " ".join(lines[at : at + 3]).split(field)[1]
-        assert len([word for word in entry.split("(default")[0].split() if word.isalpha()]) >= 2, (
-            field
-        )
+        assert len([word for word in entry.split("(default")[0].split() if word.isalpha()]) >= 2, field
 
 
 def _one_column() -> dict:

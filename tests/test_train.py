@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from config import PRESETS, model_layout
 from preprocess import Sequence, make_micro_batch, make_step_batches
 from queues import MicroBatch, Prompt, Rollout, RolloutGroup, StepBatch
-from train import Sums, Trainer, full, learning_rate, load_policy, policy_loss, token_logprobs
+from train import Trainer, full, learning_rate, load_policy, policy_loss, step_metrics, token_logprobs
 
 CPU = torch.device("cpu")
 TINY = PRESETS["tiny"][1]
@@ -74,9 +74,7 @@ def test_what_stands_at_masked_positions_never_matters():
 
 
 def test_ess_is_of_the_unclamped_ratios():
-    sums = Sums()
-    sums.add(0.0, torch.tensor([1.0, 10.0, 1.5]), torch.ones(3), torch.tensor([2, 2, 1]), clamp=5.0)
-    metrics = sums.metrics()
+    metrics = step_metrics(0.0, torch.tensor([1.0, 10.0, 1.5]), torch.ones(3), torch.tensor([2, 2, 1]), 5.0, CPU)
     # (1 + 10 + 1.5)² / (3 · (1 + 100 + 2.25)) = 156.25 / 309.75
     assert metrics["ess"] == pytest.approx(156.25 / 309.75)
     assert metrics["clamp_fraction"] == pytest.approx(1 / 3) and metrics["ratio_max"] == 10.0
@@ -113,7 +111,7 @@ def trainer(cfg=TINY, rank=0) -> Trainer:
 
 def gradient(trainer: Trainer, batch: StepBatch) -> tuple[dict, dict]:
     trainer.model.zero_grad()
-    metrics = trainer.backward(batch).metrics()
+    metrics = trainer.backward(batch)
     return {name: full(p.grad).clone() for name, p in trainer.model.named_parameters()}, metrics
 
 
@@ -230,17 +228,15 @@ def test_first_completion_token_is_trained():
 
 def test_identical_policies_give_ratio_one_and_ess_one():
     model = load_policy(TINY.model, torch.float32, CPU)
-    batch = cut(150)[0]
-    sums = Sums()
-    for micro_batch in batch.micro_batches:
+    for micro_batch in cut(150)[0].micro_batches:
         with torch.no_grad():
             logprobs, entropy = token_logprobs(model, micro_batch, 1.0)
         own = torch.zeros(len(micro_batch.mask))
         own[micro_batch.mask] = logprobs
         _, ratio = policy_loss(logprobs, MicroBatch(**(vars(micro_batch) | {"logprobs": own})), 5.0)
-        sums.add(0.0, ratio, entropy, torch.zeros_like(ratio), 5.0)
-    assert sums.metrics()["ess"] == pytest.approx(1.0, abs=1e-9)
-    assert sums.metrics()["ratio_max"] == pytest.approx(1.0, abs=1e-6)
+        metrics = step_metrics(0.0, ratio, entropy, torch.zeros_like(ratio), 5.0, CPU)
+        assert metrics["ess"] == pytest.approx(1.0, abs=1e-9)
+        assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-6)
 
 
 def test_micro_batch_in_which_no_token_counts_adds_exactly_nothing():
@@ -252,7 +248,8 @@ def test_micro_batch_in_which_no_token_counts_adds_exactly_nothing():
     padded, _ = gradient(one, StepBatch(**(vars(batch) | {"micro_batches": [empty, *batch.micro_batches, empty]})))
     assert_close(expected, padded, 0.0)
     one.model.zero_grad()
-    one.backward(StepBatch(0, [empty], 0.0, 0, {}))
+    with pytest.raises(ZeroDivisionError):  # a whole step without a token: there is nothing to say of it
+        one.backward(StepBatch(0, [empty], 0.0, 0, {}))
     assert all(p.grad is None or not p.grad.any() for p in one.model.parameters())
 
 
