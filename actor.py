@@ -225,13 +225,8 @@ class Actor:
             self.outbox.popleft()
 
     def report(self) -> None:
-        values = self.totals | {
-            "actor": self.index,
-            "version": self.engine.version,
-            "in_flight": len(self.in_flight),
-            "running_s": time.monotonic() - self.started,
-        }
-        self.channels.reports.try_put(Report("actor", values))
+        values = {"actor": self.index, "running_s": time.monotonic() - self.started, "in_flight": len(self.in_flight)}
+        self.channels.reports.try_put(Report("actor", self.totals | values))
 
 
 def main(cfg: Config, channels: Channels, index: int, device: str) -> None:

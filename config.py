@@ -21,132 +21,99 @@ class ConfigError(Exception):
 class RewardConfig:
     """Verification, in processes of its own so that decoding never waits for it."""
 
+    # `exact` (completion equals answer) or `file.py:function`, called with (completion text, row) -> float.
     function: str = "exact"
-    """`exact` (completion equals answer) or `file.py:function`, called with (completion text, row) -> float."""
-    workers: int = 1
-    """Processes that compute rewards."""
+    workers: int = 1  # Processes that compute rewards.
 
 
 @dataclass(frozen=True)
 class ActorConfig:
     """Generation (vLLM)."""
 
-    sequences: int = 256
-    """H: sequences each actor keeps in flight."""
-    temperature: float = 1.0
-    """Sampling temperature; the trainer divides its logits by the same number."""
-    top_p: float = 1.0
-    """Must be 1: the trainer cannot mirror a truncated distribution."""
-    top_k: int = 0
-    """Must be 0 (off): the trainer cannot mirror a truncated distribution."""
-    max_prompt_tokens: int = 512
-    """Longer prompts are skipped and counted."""
-    max_completion_tokens: int = 1024
-    """Longer completions are cut (finish reason "length")."""
+    sequences: int = 256  # H: sequences each actor keeps in flight.
+    temperature: float = 1.0  # Sampling temperature; the trainer divides its logits by the same number.
+    top_p: float = 1.0  # Must be 1: the trainer cannot mirror a truncated distribution.
+    top_k: int = 0  # Must be 0 (off): the trainer cannot mirror a truncated distribution.
+    max_prompt_tokens: int = 512  # Longer prompts are skipped and counted.
+    max_completion_tokens: int = 1024  # Longer completions are cut (finish reason "length").
+    # Load new weights between decode steps, or only after every sequence in flight has finished.
     update: Literal["inflight", "drain"] = "inflight"
-    """Load new weights between decode steps, or only after every sequence in flight has finished."""
+    # At an update, running sequences keep their KV cache or have it recomputed under the new weights.
     kv: Literal["keep", "recompute"] = "keep"
-    """At an update, running sequences keep their KV cache or have it recomputed under the new weights."""
+    # Precision of the engine and of the weights on their way to it.
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of the engine and of the weights on their way to it."""
-    kv_cache_gib: float = 4.0
-    """KV cache of an actor without a GPU."""
-    gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory an actor may take."""
-    prefix_caching: bool = True
-    """Share the prompt's KV cache within a group (never between versions)."""
-    enforce_eager: bool = False
-    """Do not capture CUDA graphs or compile."""
+    kv_cache_gib: float = 4.0  # KV cache of an actor without a GPU.
+    gpu_memory_utilization: float = 0.9  # Share of the GPU's memory an actor may take.
+    prefix_caching: bool = True  # Share the prompt's KV cache within a group (never between versions).
+    enforce_eager: bool = False  # Do not capture CUDA graphs or compile.
 
 
 @dataclass(frozen=True)
 class PreprocessConfig:
     """Advantages and batches."""
 
+    # Baseline of a sample's reward: the mean of the group's other samples, or of the whole group.
     baseline: Literal["leave_one_out", "mean"] = "leave_one_out"
-    """Baseline of a sample's reward: the mean of the group's other samples, or of the whole group."""
-    divide_by_std: bool = False
-    """Divide advantages by the group's standard deviation of rewards (as GRPO does)."""
+    divide_by_std: bool = False  # Divide advantages by the group's standard deviation of rewards (as GRPO does).
+    # What becomes of groups whose rewards are all equal: trained with advantage 0, or dropped and counted.
     zero_variance: Literal["keep", "drop"] = "keep"
-    """What becomes of groups whose rewards are all equal: trained with advantage 0, or dropped and counted."""
+    # Sequences are packed into micro-batches of at most this many tokens (a longer sequence has one to itself).
     max_tokens_per_microbatch: int = 4096
-    """Sequences are packed into micro-batches of at most this many tokens (a longer sequence has one to itself)."""
+    # Groups are trained in the order they started (each batch a fair draw of prompts) or as they finish (less lag, but
+    # batches of short and of long completions take turns).
     order: Literal["started", "finished"] = "started"
-    """Groups are trained in the order they started (each batch is a fair draw of prompts) or as they finish (less lag,
-    but batches of short and of long completions take turns)."""
-    ready_batches: int = 3
-    """No new group starts while so many batches are finished and not yet trained."""
+    ready_batches: int = 3  # No new group starts while so many batches are finished and not yet trained.
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """The optimizer and the loss."""
 
-    lr: float = 1e-6
-    """Learning rate after warm-up."""
-    warmup_steps: int = 0
-    """Optimizer steps over which the learning rate rises linearly."""
+    lr: float = 1e-6  # Learning rate after warm-up.
+    warmup_steps: int = 0  # Optimizer steps over which the learning rate rises linearly.
+    # After warm-up the learning rate stays, or falls linearly to 0 at the last step.
     lr_schedule: Literal["constant", "linear"] = "constant"
-    """After warm-up the learning rate stays, or falls linearly to 0 at the last step."""
-    adam_betas: tuple[float, float] = (0.9, 0.95)
-    """Adam's decay rates."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
-    max_grad_norm: float = 1.0
-    """Gradients are clipped to this global norm."""
-    clamp: float = 5.0
-    """c: importance ratios are clamped to at most this."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)  # Adam's decay rates.
+    weight_decay: float = 0.0  # Decoupled weight decay.
+    max_grad_norm: float = 1.0  # Gradients are clipped to this global norm.
+    clamp: float = 5.0  # c: importance ratios are clamped to at most this.
+    # Every token of the batch weighs the same, or every sequence does.
     normaliser: Literal["token", "sequence"] = "token"
-    """Every token of the batch weighs the same, or every sequence does."""
-    kl_coef: float = 0.0
-    """Weight of the KL penalty against the initial model; 0: no reference model is loaded."""
+    kl_coef: float = 0.0  # Weight of the KL penalty against the initial model; 0: no reference model is loaded.
 
 
 @dataclass(frozen=True)
 class EvalConfig:
     """Held-out success, sampled at the training temperature by actor 0 between training sequences."""
 
-    data: str = ""
-    """Held-out rows, as `data`."""
+    data: str = ""  # Held-out rows, as `data`.
+    # Optimizer steps between evaluations (there is one at the start and one at the end as well); 0: none.
     every: int = 50
-    """Optimizer steps between evaluations (there is one at the start and one at the end as well); 0: none."""
-    prompts: int = 256
-    """Held-out prompts, one sample each, always the same ones."""
+    prompts: int = 256  # Held-out prompts, one sample each, always the same ones.
 
 
 @dataclass(frozen=True)
 class Config:
     """A run. One optimizer step trains on `batch_size` samples, which are batch_size / group_size groups."""
 
-    name: str = "run"
-    """The run's folder under `runs_dir`."""
-    runs_dir: Path = Path("runs")
-    """Where run folders are made."""
-    overwrite: bool = False
-    """Replace a run folder that already holds a run."""
-    seed: int = 0
-    """Seeds prompts, sampling and everything else."""
-    model: Path = Path("model")
-    """Folder of the initial model, Hugging Face format with safetensors and tokenizer."""
+    name: str = "run"  # The run's folder under `runs_dir`.
+    runs_dir: Path = Path("runs")  # Where run folders are made.
+    overwrite: bool = False  # Replace a run folder that already holds a run.
+    seed: int = 0  # Seeds prompts, sampling and everything else.
+    model: Path = Path("model")  # Folder of the initial model, Hugging Face format with safetensors and tokenizer.
+    # Training rows: `rows.jsonl`, a line {"prompt": …, "answer": …} each, or `file.py:function`, seed -> such rows.
+    # Begun again, reshuffled or with another seed, when they are used up.
     data: str = ""
-    """Training rows: `rows.jsonl`, a line {"prompt": …, "answer": …} each, or `file.py:function`, seed -> such rows.
-    Begun again, reshuffled or with another seed, when they are used up."""
-    actors: int = 1
-    """Generation processes."""
-    trainers: int = 1
-    """Training processes; they share each batch and the sharded model (FSDP2)."""
+    actors: int = 1  # Generation processes.
+    trainers: int = 1  # Training processes; they share each batch and the sharded model (FSDP2).
+    # Where models run; auto: GPUs if there are enough for every actor and trainer.
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where models run; auto: GPUs if there are enough for every actor and trainer."""
-    steps: int = 100
-    """Optimizer steps."""
-    batch_size: int = 128
-    """Samples an optimizer step trains on."""
-    group_size: int = 8
-    """Samples of each prompt."""
+    steps: int = 100  # Optimizer steps.
+    batch_size: int = 128  # Samples an optimizer step trains on.
+    group_size: int = 8  # Samples of each prompt.
+    # Hard bound, in optimizer steps, on the lag of any trained token, held by admission; None: no bound.
     max_lag: int | None = None
-    """Hard bound, in optimizer steps, on the lag of any trained token, held by admission; None: no bound."""
-    show_every: int = 25
-    """Optimizer steps between decoded rollouts on the screen; 0: none."""
+    show_every: int = 25  # Optimizer steps between decoded rollouts on the screen; 0: none.
     reward: RewardConfig = field(default_factory=RewardConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
@@ -173,7 +140,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
         Config(
             name="tiny",
             model=TINY / "model",
-            steps=300,
+            steps=180,
             batch_size=128,
             group_size=8,
             max_lag=16,
@@ -189,7 +156,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
                 enforce_eager=True,
             ),
             preprocess=PreprocessConfig(max_tokens_per_microbatch=2048),
-            train=TrainConfig(lr=2e-4, warmup_steps=10),
+            train=TrainConfig(lr=2e-4, warmup_steps=10, lr_schedule="linear"),
             eval=EvalConfig(data=f"{TINY}/task.py:held_out_rows", every=50, prompts=256),
         ),
     )

@@ -12,6 +12,7 @@ Exit code 0 when the run is complete, 2 for bad input, 1 when a role failed, 130
 
 import ctypes
 import dataclasses
+import functools
 import importlib
 import json
 import multiprocessing
@@ -65,9 +66,7 @@ def plan(cfg: Config, cores: list[int], gpus: list[str]) -> dict[str, Place]:
     names = [f"train-{i}" for i in range(cfg.trainers)] + [f"actor-{i}" for i in range(cfg.actors)]
     use_gpus = cfg.device == "cuda" or (cfg.device == "auto" and len(gpus) >= len(names))
     if use_gpus and len(gpus) < len(names):
-        raise ConfigError(
-            f"device cuda: {cfg.trainers} trainers + {cfg.actors} actors need {len(names)} GPUs, there are {len(gpus)}"
-        )
+        raise ConfigError(f"device cuda: trainers and actors need {len(names)} GPUs, there are {len(gpus)}")
     share = len(cores) // len(names)
     places, taken = {}, 0
     for i, name in reversed(list(enumerate(names))):  # actors take the first cores; what is left over goes to train-0
@@ -75,10 +74,8 @@ def plan(cfg: Config, cores: list[int], gpus: list[str]) -> dict[str, Place]:
         taken += share
         own = tuple(own if share else cores)
         places[name] = Place("cuda" if use_gpus else "cpu", own, len(own) if share else 1, gpus[i] if use_gpus else "")
-    light = tuple(cores)
-    places["preprocess"] = Place(places["train-0"].device, light, 1, places["train-0"].gpu)
-    places |= {f"reward-{i}": Place("cpu", light, 1) for i in range(cfg.reward.workers)}
-    return places
+    places["preprocess"] = Place(places["train-0"].device, tuple(cores), 1, places["train-0"].gpu)
+    return places | {f"reward-{i}": Place("cpu", tuple(cores), 1) for i in range(cfg.reward.workers)}
 
 
 def make_channels(cfg: Config, context):
@@ -91,18 +88,13 @@ def make_channels(cfg: Config, context):
     group_bytes = row_bytes + 8 * prompt_tokens + cfg.group_size * (24 * completion_tokens + 1024)
     batch_bytes = row_bytes + cfg.batch_size * (44 * (prompt_tokens + completion_tokens) + 1024)
 
-    def queue(name: str, slots: int, slot_bytes: int) -> SharedMemoryQueue:
-        return SharedMemoryQueue(name, slots, slot_bytes, context, stop)
-
+    queue = functools.partial(SharedMemoryQueue, context=context, stop=stop)
     return Channels(
         prompts=queue("prompts", 4 * cfg.actors, group_bytes),
         eval_prompts=queue("held-out prompts", cfg.eval.prompts, group_bytes),
         completions=queue("completions", 64, group_bytes),
         rollouts=queue("rollouts", 64, group_bytes),
-        batches=[
-            queue(f"batches for trainer {i}", cfg.preprocess.ready_batches + 1, batch_bytes)
-            for i in range(cfg.trainers)
-        ],
+        batches=[queue("batches", cfg.preprocess.ready_batches + 1, batch_bytes) for _ in range(cfg.trainers)],
         weights=SharedMemoryWeights(model_layout(cfg.model), cfg.actor.dtype, context),
         reports=queue("reports", 256, group_bytes),
         stop=stop,
@@ -127,12 +119,15 @@ def run_role(name: str, cfg: Config, channels, place: Place, log: Path, launcher
     arguments |= {"preprocess": (place.device,), "reward": ()}
     try:
         importlib.import_module(role).main(cfg, channels, *arguments[role])
+        code = 0
     except Stopped:
-        pass
+        code = 0
     except BaseException:
         traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # do not wait for threads of a role that failed
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # at once: vLLM takes seconds to take itself down, and its threads outlive a failure
 
 
 class Roles:
@@ -304,9 +299,11 @@ def prepare_run_dir(cfg: Config) -> None:
 
 
 def drain(reports, record: Record, wait_s: float = 0.0) -> None:
-    """Show and write whatever roles have reported."""
-    while (report := reports.try_get(wait_s=wait_s)) is not None:
+    """Show and write what roles have reported; wait for a first report only."""
+    report = reports.try_get(wait_s=wait_s)
+    while report is not None:
         record.take(report.kind, report.values)
+        report = reports.try_get()
 
 
 def supervise(roles: Roles, record: Record, interrupted: list[int]) -> str | None:

@@ -13,6 +13,8 @@ trained in time. Whoever throws away what comes late prefers short answers.
 """
 
 import dataclasses
+import functools
+import itertools
 import random
 import statistics
 from collections import Counter
@@ -62,9 +64,7 @@ def encoded_prompts(source: str, seed: int, encode: Callable[[str], list[int]], 
         dropped["prompt_too_long"] += 1
         skipped += 1
         if skipped == 1000:
-            raise ConfigError(
-                f"1,000 prompts of {source} in a row are over {max_tokens} tokens: raise max_prompt_tokens"
-            )
+            raise ConfigError(f"1,000 prompts of {source} in a row over {max_tokens} tokens: raise max_prompt_tokens")
 
 
 class Admission:
@@ -208,15 +208,13 @@ def make_step_batches(cfg: Config, step: int, groups: list[RolloutGroup], ranks:
         for rollout, advantage in zip(group.rollouts, advantages, strict=True):
             weight = 1.0 if cfg.train.normaliser == "token" else 1.0 / len(rollout.completion_ids)
             sequences.append(Sequence(group.prompt.prompt_ids, rollout, advantage, weight))
-    tokens = sum(len(s.rollout.completion_ids) for s in sequences)
-    normaliser = float(tokens) if cfg.train.normaliser == "token" else float(len(sequences))
+    normaliser = sum(len(s.rollout.completion_ids) if cfg.train.normaliser == "token" else 1 for s in sequences)
     dealt = pack([len(s) for s in sequences], cfg.preprocess.max_tokens_per_microbatch, ranks)
     return [
         StepBatch(
             step=step,
             micro_batches=[make_micro_batch([sequences[i] for i in micro_batch]) for micro_batch in micro_batches],
             normaliser=normaliser,
-            tokens=tokens,
             metrics=metrics,
         )
         for micro_batches in dealt
@@ -242,13 +240,14 @@ def batch_metrics(groups: list[RolloutGroup], rewards: list[float]) -> dict:
 class Preprocessor:
     """Issues prompts, takes scored groups, sends batches, and asks for evaluations."""
 
-    def __init__(
-        self, cfg: Config, channels: Channels, tokenizer, add_ref_logprobs: Callable[[MicroBatch], MicroBatch]
-    ):
+    def __init__(self, cfg: Config, channels: Channels, tokenizer, add_ref_logprobs: Callable):
         self.cfg, self.channels, self.tokenizer, self.add_ref_logprobs = cfg, channels, tokenizer, add_ref_logprobs
         self.admission = Admission(cfg.groups_per_batch, cfg.max_lag, cfg.preprocess.order == "started")
         self.dropped = Counter(zero_variance=0, prompt_too_long=0)
-        self.prompts = encoded_prompts(cfg.data, cfg.seed, self.encode, cfg.actor.max_prompt_tokens, self.dropped)
+        prompts = functools.partial(
+            encoded_prompts, seed=cfg.seed, encode=tokenizer.encode, max_tokens=cfg.actor.max_prompt_tokens
+        )
+        self.prompts = prompts(cfg.data, dropped=self.dropped)
         self.next_prompt = next(self.prompts)
         self.issued = 0  # groups
         self.finished: dict[int, RolloutGroup] = {}  # scored groups that wait for a batch, in the order they came
@@ -256,13 +255,9 @@ class Preprocessor:
         self.rewards: list[float] = []  # of every sample scored since the last batch, dropped groups included
         self.eval_prompts: list[tuple[torch.Tensor, dict]] = []
         if cfg.eval.every:
-            held_out = encoded_prompts(cfg.eval.data, cfg.seed, self.encode, cfg.actor.max_prompt_tokens, Counter())
-            self.eval_prompts = [next(held_out) for _ in range(cfg.eval.prompts)]
+            self.eval_prompts = list(itertools.islice(prompts(cfg.eval.data, dropped=Counter()), cfg.eval.prompts))
         self.next_eval = 0  # version
         self.eval_rollouts: list[Rollout] | None = None  # of the running evaluation
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text)
 
     @property
     def done(self) -> bool:
@@ -275,11 +270,9 @@ class Preprocessor:
         cfg, version = self.cfg, self.channels.weights.version
         needed = cfg.steps * cfg.groups_per_batch + self.dropped["zero_variance"]
         untrained = len(self.finished) + (self.admission.next_step - version) * cfg.groups_per_batch
-        while (
-            self.issued < needed
-            and untrained < cfg.preprocess.ready_batches * cfg.groups_per_batch
-            and self.admission.may_start(version)
-        ):
+        if untrained >= cfg.preprocess.ready_batches * cfg.groups_per_batch:
+            return
+        while self.issued < needed and self.admission.may_start(version):
             prompt_ids, row = self.next_prompt
             if not self.channels.prompts.try_put(Prompt(self.issued, version, cfg.group_size, prompt_ids, row)):
                 return
@@ -336,11 +329,9 @@ class Preprocessor:
             if group_ids is None:
                 return
             groups = [self.finished.pop(group_id) for group_id in group_ids]
-            metrics = batch_metrics(groups, self.rewards) | {
-                f"dropped_{reason}": n for reason, n in self.dropped.items()
-            }
+            metrics = batch_metrics(groups, self.rewards) | {"queue_rollouts": len(self.channels.rollouts)}
+            metrics |= {f"dropped_{reason}": n for reason, n in self.dropped.items()}
             self.rewards = []
-            metrics["queue_rollouts"] = len(self.channels.rollouts)
             batches = make_step_batches(self.cfg, step, groups, self.cfg.trainers, metrics)
             self.report_rollout(step, groups[0])
             for queue, batch in reversed(list(zip(self.channels.batches, batches, strict=True))):
@@ -385,9 +376,8 @@ def reference(cfg: Config, device: torch.device) -> Callable[[MicroBatch], Micro
 def main(cfg: Config, channels: Channels, device_name: str) -> None:
     from transformers import AutoTokenizer
 
-    preprocessor = Preprocessor(
-        cfg, channels, AutoTokenizer.from_pretrained(cfg.model), reference(cfg, torch.device(device_name))
-    )
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+    preprocessor = Preprocessor(cfg, channels, tokenizer, reference(cfg, torch.device(device_name)))
     while not preprocessor.done:
         if channels.stop.value:
             return

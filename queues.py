@@ -52,12 +52,9 @@ class Rollout:
     """One sampled completion of C tokens, its end-of-sequence token included.
 
     >>> Rollout(
-    ...     completion_ids=torch.tensor([1, 2, 14]),
-    ...     logprobs=torch.tensor([-0.1, -0.7, 0.0]),
+    ...     completion_ids=torch.tensor([1, 2, 14]), logprobs=torch.tensor([-0.1, -0.7, 0.0]),
     ...     versions=torch.tensor([3, 3, 4]),  # the weights changed before the third token
-    ...     finish_reason="stop",
-    ...     reward=1.0,
-    ... )
+    ...     finish_reason="stop", reward=1.0)
     """
 
     completion_ids: torch.Tensor  # (C,) int64
@@ -88,12 +85,9 @@ class MicroBatch:
     ...     input_ids=torch.tensor([5, 8, 9, 6, 7, 8]),
     ...     position_ids=torch.tensor([0, 1, 2, 0, 1, 2]),  # a restart begins a new sequence
     ...     mask=torch.tensor([False, True, True, False, False, True]),
-    ...     logprobs=torch.tensor([0, -0.2, -0.9, 0, 0, -0.1]),
-    ...     versions=torch.tensor([0, 3, 4, 0, 0, 4]),
-    ...     advantages=torch.tensor([0, 0.5, 0.5, 0, 0, -0.5]),
-    ...     weights=torch.tensor([0, 1.0, 1.0, 0, 0, 1.0]),
-    ...     ref_logprobs=None,
-    ... )
+    ...     logprobs=torch.tensor([0, -0.2, -0.9, 0, 0, -0.1]), versions=torch.tensor([0, 3, 4, 0, 0, 4]),
+    ...     advantages=torch.tensor([0, 0.5, 0.5, 0, 0, -0.5]), weights=torch.tensor([0, 1.0, 1.0, 0, 0, 1.0]),
+    ...     ref_logprobs=None)
     """
 
     input_ids: torch.Tensor  # (T,) int64
@@ -119,8 +113,7 @@ class StepBatch:
 
     step: int  # optimizer steps before this one = the version that trains on it
     micro_batches: list[MicroBatch]  # the same number on every rank
-    normaliser: float  # Σ weights over the whole batch
-    tokens: int  # completion tokens in the whole batch
+    normaliser: int  # Σ weights over the whole batch
     metrics: dict  # what the preprocessor knows of the step: reward, lengths, drops, ...
 
 
@@ -244,26 +237,22 @@ class SharedMemoryQueue:
 
     def try_put(self, message: Any) -> bool:
         """Put without waiting; False if the queue is full."""
-        data = self._fit(encode(message))
-        if not self._free.acquire(block=False):
-            return False
-        self._write(data)
-        return True
+        data, free = self._fit(encode(message)), self._free.acquire(block=False)
+        if free:
+            self._write(data)
+        return free
 
     def try_get(self, wait_s: float = 0.0) -> Any | None:
         """Get, waiting at most `wait_s`; None if the queue stays empty."""
-        taken = self._filled.acquire(timeout=wait_s) if wait_s else self._filled.acquire(block=False)
-        return self._read() if taken else None
+        return self._read() if self._filled.acquire(timeout=wait_s) else None
 
     def __len__(self) -> int:
         return self._counts[0] - self._counts[1]
 
     def _fit(self, data: bytes) -> bytes:
         if len(data) + 8 > self.slot_bytes:
-            raise ValueError(
-                f"a message of {len(data):,} bytes does not fit the {self.slot_bytes:,} of a slot in the queue of "
-                f"{self.name}: keep dataset rows small, or lower the completion budget or the batch size"
-            )
+            sizes = f"a message of {len(data):,} bytes does not fit the {self.slot_bytes:,} of a slot"
+            raise ValueError(f"{sizes} in the queue of {self.name}: are there dataset rows of hundreds of kilobytes?")
         return data
 
     def _wait(self, semaphore, timeout_s: float, what: str) -> None:

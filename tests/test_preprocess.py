@@ -233,7 +233,6 @@ def test_normalisers_are_those_of_the_whole_step_on_every_rank(ranks):
         cfg = changed(TINY, train=dict(normaliser=normaliser), preprocess=dict(max_tokens_per_microbatch=100))
         batches = make_step_batches(cfg, 3, batch_groups, ranks, {})
         assert [batch.normaliser for batch in batches] == [expected] * ranks
-        assert [batch.tokens for batch in batches] == [tokens] * ranks
         weights = sum(m.weights[m.mask].sum().item() for batch in batches for m in batch.micro_batches)
         assert weights == pytest.approx(expected, rel=1e-5)
 

@@ -51,7 +51,7 @@ def same(a, b) -> bool:
 
 MESSAGES = [example(Prompt), example(Rollout), example(MicroBatch), Report("eval", {"eval_accuracy": 0.5, "x": None})]
 MESSAGES += [RolloutGroup(example(Prompt), [example(Rollout), example(Rollout)])]
-MESSAGES += [StepBatch(3, [example(MicroBatch)] * 2, 12.0, 12, {"reward": 0.25})]
+MESSAGES += [StepBatch(3, [example(MicroBatch)] * 2, 12, {"reward": 0.25})]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
@@ -162,7 +162,7 @@ def test_2000_messages_of_50_tensors_pass_under_a_limit_of_128_open_files():
             row = MESSAGES[2]
             rows = [MicroBatch(**(vars(row) | {"ref_logprobs": torch.zeros(6) if i == 0 else None})) for i in range(7)]
             for step in range(2000):
-                queue.put(StepBatch(step, rows, 1.0, 1, {}))
+                queue.put(StepBatch(step, rows, 1, {}))
 
         if __name__ == "__main__":
             resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))

@@ -1,7 +1,7 @@
 """Makes `examples/tiny/model/`, the base model of preset `tiny`: about ten minutes on one core.
 
 A stock Qwen2 of 0.45 M parameters, supervised on *noisy* demonstrations of the chain sums in `task.py`: each running
-total is wrong with probability 0.2. Like any base model it has seen the right way often enough to be able to do it,
+total is wrong with probability 0.22. Like any base model it has seen the right way often enough to be able to do it,
 and the wrong way often enough that its samples seldom do. One thread and one seed, so the same torch build on the
 same kind of CPU gives the same bytes.
 
@@ -22,7 +22,7 @@ import task
 
 CHARACTERS = "0123456789+-=#"
 CONTEXT_TOKENS = 128
-ERROR_RATE = 0.2
+ERROR_RATE = 0.22
 BATCH = 64
 
 

@@ -3,7 +3,7 @@
     prompt      7+5-3=
     completion  7+5=12-3=9#9        each operand copied, each running total written, the answer after '#'
 
-2 to 10 one-digit terms, so a completion is 8 to 50 tokens long: the spread that makes a decode batch run dry
+2 to 9 one-digit terms, so a completion is 8 to 45 tokens long: the spread that makes a decode batch run dry
 unless finished sequences are replaced at once. Running totals never go below zero.
 """
 
@@ -11,7 +11,7 @@ import random
 import zlib
 from collections.abc import Iterator
 
-MIN_TERMS, MAX_TERMS = 2, 10
+MIN_TERMS, MAX_TERMS = 2, 9
 
 
 def sample_terms(rng: random.Random) -> list[int]:
