@@ -62,7 +62,7 @@ class PreprocessConfig:
     # Groups are trained in the order they started (each batch a fair draw of prompts) or as they finish (less lag, but
     # batches of short and of long completions take turns).
     order: Literal["started", "finished"] = "started"
-    ready_batches: int = 3  # No new group starts while so many batches are finished and not yet trained.
+    ready_batches: int = 4  # No new group starts while so many batches wait for the trainer or are in training.
 
 
 @dataclass(frozen=True)

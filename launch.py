@@ -29,7 +29,7 @@ from bench.curve import draw
 from config import PRESETS, Config, ConfigError, check, model_layout
 
 START = time.monotonic()
-SHUTDOWN_S = 8.0  # for roles to end by themselves, the model to be saved; then they are killed
+SHUTDOWN_S = 6.0  # for roles to end by themselves, the model to be saved; then they are killed
 
 
 def parse(argv: list[str]) -> Config:

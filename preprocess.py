@@ -266,11 +266,10 @@ class Preprocessor:
         return self.admission.next_step == self.cfg.steps and evals_done and self.eval_rollouts is None
 
     def issue_prompts(self) -> None:
-        """Start groups while admission and the backlog allow and the actors' queue has room."""
+        """Start groups while admission and the trainer's backlog allow and the actors' queue has room."""
         cfg, version = self.cfg, self.channels.weights.version
         needed = cfg.steps * cfg.groups_per_batch + self.dropped["zero_variance"]
-        untrained = len(self.finished) + (self.admission.next_step - version) * cfg.groups_per_batch
-        if untrained >= cfg.preprocess.ready_batches * cfg.groups_per_batch:
+        if self.admission.next_step - version >= cfg.preprocess.ready_batches:
             return
         while self.issued < needed and self.admission.may_start(version):
             prompt_ids, row = self.next_prompt

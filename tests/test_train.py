@@ -157,6 +157,7 @@ def test_gradient_is_the_same_for_one_micro_batch_and_many():
     (g1, m1), (g4, m4) = gradient(one, whole), gradient(one, pieces)
     assert_close(g1, g4, 1e-5)
     assert m1 == pytest.approx(m4, rel=1e-5)
+    assert (m1["lag_max"], m1["lag_min"]) == (5, 2), "versions 0 to 3, trained at step 5"
     assert max(g.abs().max() for g in g1.values()) > 1e-3, "a gradient of zeros would pass every comparison"
 
 
