@@ -119,15 +119,12 @@ def run_role(name: str, cfg: Config, channels, place: Place, log: Path, launcher
     arguments |= {"preprocess": (place.device,), "reward": ()}
     try:
         importlib.import_module(role).main(cfg, channels, *arguments[role])
-        code = 0
     except Stopped:
-        code = 0
+        pass
     except BaseException:
         traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # at once: vLLM takes seconds to take itself down, and its threads outlive a failure
+        sys.stderr.flush()
+        os._exit(1)  # do not wait for the threads of a role that failed
 
 
 class Roles:
