@@ -140,7 +140,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
         Config(
             name="tiny",
             model=TINY / "model",
-            steps=220,
+            steps=200,
             batch_size=128,
             group_size=8,
             max_lag=16,
