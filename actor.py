@@ -16,28 +16,57 @@ prompt names the oldest weights that may sample it, which is how `max_lag` is ke
 import json
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import Config
 from queues import Channels, Prompt, Report, Rollout, RolloutGroup, SharedMemoryWeights
 
 
+class CopyRecorder(TorchDispatchMode):
+    """Notes every `target.copy_(source)` made inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.copies.append(args[:2])
+        return func(*args, **(kwargs or {}))
+
+
 class WeightReceiver:
-    """What vLLM's worker learns for us (its `worker_extension_cls`): to stage new weights and to swap them in."""
+    """What vLLM's worker learns for us (its `worker_extension_cls`): to stage new weights and to swap them in.
+
+    vLLM's own loader knows where each weight of the checkpoint goes (fused qkv, tied head), but takes forty times as long
+    as the copies it makes. It is run once, on version 0, and its copies are noted: they go from views of the staging
+    tensors to views of the live parameters, so to repeat them is to load what has been staged since.
+    """
 
     def join_weight_channel(self, weights: SharedMemoryWeights) -> None:
-        model = self.model_runner.model
-        packed = [name for name, parameter in model.named_parameters() if parameter.numel() == 0]
-        if packed:
-            raise RuntimeError(f"vLLM packed weights away at load, they cannot be replaced: {packed[:3]}")
+        """Raises RuntimeError unless the noted copies write every parameter, from whole staged weights."""
+        model, dtype = self.model_runner.model, getattr(torch, weights.dtype)
         self.weights = weights
-        dtype = getattr(torch, weights.dtype)
         self.staging = {n: torch.empty(shape, dtype=dtype, device=self.device) for n, shape in weights.layout.items()}
-        self.expected_weights = {name for name, _ in model.named_parameters()}
+        for path in Path(self.vllm_config.model_config.model).glob("*.safetensors"):
+            for name in self.staging.keys() & (tensors := load_file(path)).keys():
+                self.staging[name].copy_(tensors[name])
+        with CopyRecorder() as recorder:
+            loaded = model.load_weights(self.staging.items())
+        self.copies = recorder.copies
+        old = {name for name, _ in model.named_parameters()} - set(loaded or ())
+        used = Counter()  # elements copied out of each staged tensor's memory
+        for _, source in self.copies:
+            used[source.untyped_storage().data_ptr()] += source.numel()
+        sizes = {tensor.untyped_storage().data_ptr(): tensor.numel() for tensor in self.staging.values()}
+        if old or any(sizes.get(memory) != count for memory, count in used.items()):
+            raise RuntimeError(f"weight updates would leave {len(old)} parameters old, or in part: {sorted(old)[:5]}")
 
     def stage_weights(self) -> int:
         """Copy the newest version beside the model; runs in a thread while the engine decodes. Returns the version."""
@@ -46,15 +75,11 @@ class WeightReceiver:
             torch.cuda.synchronize(self.device)
         return version
 
+    @torch.no_grad()
     def swap_weights(self) -> None:
-        """Staged weights -> the live parameters, in place, by vLLM's own name mapping (fused qkv, tied head, shards).
-
-        Raises RuntimeError unless every parameter of the model was written.
-        """
-        loaded = self.model_runner.model.load_weights(self.staging.items())
-        if loaded is None or not self.expected_weights <= set(loaded):
-            missing = sorted(self.expected_weights - set(loaded or ()))
-            raise RuntimeError(f"a weight update left {len(missing)} parameters old: {missing[:5]}")
+        """Staged weights -> the live parameters, in place."""
+        for parameter, staged in self.copies:
+            parameter.copy_(staged)
 
 
 def end_of_sequence_ids(model: Path) -> list[int]:
@@ -124,12 +149,11 @@ class Engine:
         finished = {}
         for output in self.engine.step():
             completion = output.outputs[0]
+            versions = [int(span.version) for span in completion.weight_versions for _ in range(span.start, span.end)]
             finished[output.request_id] = Rollout(
                 completion_ids=torch.tensor(completion.token_ids),
                 logprobs=torch.tensor(completion.logprobs.logprobs),
-                versions=torch.tensor(
-                    [int(s.version) for s in completion.weight_versions for _ in range(s.start, s.end)]
-                ),
+                versions=torch.tensor(versions),
                 finish_reason=completion.finish_reason,
             )
         return finished
@@ -174,11 +198,7 @@ class Actor:
         """Whether the schedule lets the weights change now: not under a running evaluation, nor (drain) a sequence."""
         return not self.evals_left and not (self.cfg.actor.update == "drain" and self.in_flight)
 
-    def maybe_update(self) -> None:
-        if self.engine.newer_weights_staged() and self.may_update():
-            self._update()
-
-    def _update(self) -> None:
+    def update(self) -> None:
         self.totals["update_stall_s"] += self.engine.load_weights()
         self.totals["updates"] += 1
         self.report()
@@ -194,7 +214,7 @@ class Actor:
                     return
                 while not self.engine.newer_weights_staged():
                     time.sleep(0.0005)
-                self._update()
+                self.update()
             if prompt.is_eval and not self.evals_left:
                 self.evals_left = self.cfg.eval.prompts
             self.in_flight[self.engine.submit(prompt.prompt_ids.tolist())] = self.waiting.popleft()
@@ -234,7 +254,8 @@ def main(cfg: Config, channels: Channels, index: int, device: str) -> None:
     engine.join_weight_channel(channels.weights)
     actor = Actor(cfg, channels, engine, index)
     while not channels.stop.value:
-        actor.maybe_update()
+        if engine.newer_weights_staged() and actor.may_update():
+            actor.update()
         actor.admit()
         if actor.in_flight:
             actor.step()

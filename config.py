@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-HERE = Path(__file__).parent
-
 
 class ConfigError(Exception):
     """Bad input, with a message that names the value and the remedy; the launcher exits with code 2."""
@@ -132,7 +130,7 @@ class Config:
         return json.dumps(dataclasses.asdict(self), indent=2, default=str)
 
 
-TINY = HERE / "examples" / "tiny"
+TINY = Path(__file__).parent / "examples" / "tiny"
 
 PRESETS: dict[str, tuple[str, Config]] = {
     "tiny": (

@@ -122,14 +122,9 @@ def group_advantages(rewards: list[float], baseline: str, divide_by_std: bool) -
     n, total = len(rewards), sum(rewards)
     if has_no_variance(rewards):  # exactly 0, whatever the rounding of the mean
         return [0.0] * n
-    if baseline == "leave_one_out":
-        advantages = [r - (total - r) / (n - 1) for r in rewards]
-    else:
-        advantages = [r - total / n for r in rewards]
-    if divide_by_std:
-        std = statistics.pstdev(rewards)
-        advantages = [a / (std + 1e-6) for a in advantages]
-    return advantages
+    baselines = [(total - r) / (n - 1) if baseline == "leave_one_out" else total / n for r in rewards]
+    scale = statistics.pstdev(rewards) + 1e-6 if divide_by_std else 1.0
+    return [(r - b) / scale for r, b in zip(rewards, baselines, strict=True)]
 
 
 def has_no_variance(rewards: list[float]) -> bool:

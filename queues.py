@@ -293,17 +293,11 @@ class SharedMemoryWeights:
     layout: name -> shape of every tensor that travels, under the names of the checkpoint (a tied head is not there).
     """
 
-    _ALIGN = 64  # bytes
-
     def __init__(self, layout: dict[str, tuple[int, ...]], dtype: str, context):
         self.layout, self.dtype = layout, dtype
-        self._offsets, size = {}, 0  # byte offset of each tensor in a buffer
-        for name, shape in layout.items():
-            self._offsets[name] = size
-            num_bytes = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-            size += -(-num_bytes // self._ALIGN) * self._ALIGN
-        self._buffer_bytes = size
-        self._memory = SharedMemory(2 * size)
+        self._sizes = [torch.Size(shape).numel() for shape in layout.values()]
+        self._buffer_bytes = sum(self._sizes) * getattr(torch, dtype).itemsize
+        self._memory = SharedMemory(2 * self._buffer_bytes)
         self._state = context.Array("q", [0, 0])  # newest complete version, newest version begun
 
     @property
@@ -336,14 +330,10 @@ class SharedMemoryWeights:
                 return version
 
     def _views(self, version: int) -> dict[str, torch.Tensor]:
-        base = version % 2 * self._buffer_bytes
-        dtype = getattr(torch, self.dtype)
-        return {
-            name: torch.frombuffer(
-                self._memory.buffer, dtype=dtype, count=torch.Size(shape).numel(), offset=base + self._offsets[name]
-            ).view(shape)
-            for name, shape in self.layout.items()
-        }
+        start, dtype = version % 2 * self._buffer_bytes, getattr(torch, self.dtype)
+        flat = torch.frombuffer(self._memory.buffer, dtype=dtype, count=sum(self._sizes), offset=start)
+        parts = zip(self.layout.items(), flat.split(self._sizes), strict=True)
+        return {name: part.view(shape) for (name, shape), part in parts}
 
 
 @dataclass(frozen=True)

@@ -159,12 +159,12 @@ class Trainer:
             self._shard()
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self.layout = layout
-        travelling = {id(self.parameters[name]) for name in layout if name in self.parameters}
+        travelling = {id(self.parameters.get(name)) for name in layout}  # a tied head travels as the embedding
         lost = [name for name, parameter in self.parameters.items() if id(parameter) not in travelling]
-        if lost or not set(layout) <= set(self.parameters):
-            unknown = sorted(set(layout) - set(self.parameters))
+        unknown = sorted(set(layout) - set(self.parameters))
+        if lost or unknown:
             raise ValueError(
-                f"model and checkpoint disagree: parameters {lost[:5]} not in it, weights {unknown[:5]} only in it"
+                f"model and checkpoint disagree: {lost[:5]} are not in the files, {unknown[:5]} only there"
             )
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=cfg.train.lr, betas=cfg.train.adam_betas, weight_decay=cfg.train.weight_decay

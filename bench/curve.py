@@ -35,7 +35,8 @@ def draw(run_dir: Path) -> Path | None:
     right.set(ylabel="ESS", ylim=(0, 1.05))
     for axes, place in ((top, "lower right"), (bottom, "lower left"), (right, "lower right")):
         axes.legend(loc=place)
-        axes.grid(axes is not right, alpha=0.3)
+        if axes is not right:
+            axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(run_dir / "reward.png", dpi=120)
     plt.close(figure)

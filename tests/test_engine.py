@@ -76,4 +76,4 @@ def test_actor_that_falls_behind_loads_the_newest_version_only(result):
 
 
 def test_update_that_leaves_a_weight_old_is_an_error_that_names_it(result):
-    assert "left 1 parameters old" in result["incomplete"] and "down_proj" in result["incomplete"]
+    assert "leave 1 parameters old" in result["incomplete"] and "down_proj" in result["incomplete"]
