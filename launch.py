@@ -341,9 +341,7 @@ def run(cfg: Config) -> int:
         record.bar.close()
     draw(cfg.run_dir)
     outcome = f"failed ({dead})" if dead else "interrupted" if interrupted else "complete"
-    print(record.summary(outcome))
-    if dead:
-        print(roles.obituary(dead), file=sys.stderr)
+    print(record.summary(outcome), *([roles.obituary(dead)] if dead else []), sep="\n")
     return 1 if dead else 128 + interrupted[0] if interrupted else 0
 
 

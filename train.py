@@ -163,18 +163,15 @@ class Trainer:
         lost = [name for name, parameter in self.parameters.items() if id(parameter) not in travelling]
         unknown = sorted(set(layout) - set(self.parameters))
         if lost or unknown:
-            raise ValueError(
-                f"model and checkpoint disagree: {lost[:5]} are not in the files, {unknown[:5]} only there"
-            )
+            raise ValueError(f"model and checkpoint disagree: {lost[:5]} not in the files, {unknown[:5]} only there")
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=cfg.train.lr, betas=cfg.train.adam_betas, weight_decay=cfg.train.weight_decay
         )
 
     def _shard(self) -> None:
         """FSDP2, a block at a time, then the rest; on GPUs bf16 compute over fp32 master weights."""
-        policy = MixedPrecisionPolicy()
-        if self.device.type == "cuda":
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        on_gpu = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = on_gpu if self.device.type == "cuda" else MixedPrecisionPolicy()
         for module in self.model.modules():
             if type(module).__name__ in self.model._no_split_modules:
                 fully_shard(module, mp_policy=policy)
@@ -286,14 +283,8 @@ def main(cfg: Config, channels: Channels, rank: int, device_name: str) -> None:
         else:
             for _ in trainer.weights():
                 pass
-        metrics |= {
-            "step": step + 1,
-            "version": step + 1,
-            "wait_s": waited - start,
-            "train_s": stepped - waited,
-            "publish_s": time.monotonic() - stepped,
-            "queue_batches": len(channels.batches[0]),
-        }
+        metrics |= {"step": step + 1, "version": step + 1, "queue_batches": len(channels.batches[0])}
+        metrics |= {"wait_s": waited - start, "train_s": stepped - waited, "publish_s": time.monotonic() - stepped}
         if rank == 0:
             with contextlib.suppress(Stopped):  # then there is no next batch, and the model is saved
                 channels.reports.put(Report("step", batch.metrics | metrics))
