@@ -44,9 +44,9 @@ class CopyRecorder(TorchDispatchMode):
 class WeightReceiver:
     """What vLLM's worker learns for us (its `worker_extension_cls`): to stage new weights and to swap them in.
 
-    vLLM's own loader knows where each weight of the checkpoint goes (fused qkv, tied head), but takes ten times as long as
-    the copies it makes. It is run once, on version 0, and its copies are noted: they go from views of the staging
-    tensors to views of the live parameters, so to repeat them is to load what has been staged since.
+    vLLM's own loader knows where each weight of the checkpoint goes (fused qkv, tied head), but takes ten times as
+    long as the copies it makes. It is run once, on version 0, and its copies are noted: they go from views of the
+    staging tensors to views of the live parameters, so to repeat them is to load what has been staged since.
     """
 
     def join_weight_channel(self, weights: SharedMemoryWeights) -> None:
