@@ -186,7 +186,7 @@ class Record:
         ("held-out", "eval_accuracy", "{:.3f}", 9), ("loss", "loss", "{:.4f}", 8), ("grad", "grad_norm", "{:.3f}", 7),
         ("ESS", "ess", "{:.3f}", 6), ("lag", "lag_mean", "{:.1f}", 5), ("max", "lag_max", "{:d}", 4),
         ("length", "completion_tokens_mean", "{:.1f}", 7), ("gen tok/s", "generated_tokens_per_s", "{:.0f}", 10),
-        ("train tok/s", "trained_tokens_per_s", "{:.0f}", 12), ("wait", "wait_s", "{:.2f}s", 6),
+        ("train tok/s", "trained_tokens_per_s", "{:.0f}", 12), ("wait", "wait_s", "{:.2f}s", 8),
     )  # fmt: skip
 
     def __init__(self, cfg: Config):
@@ -233,6 +233,7 @@ class Record:
             "trained_tokens_per_s": metrics["tokens"] / (now - last["time_s"]),
             "update_stall_s": done["update_stall_s"],
             "actor_idle_s": done["idle_s"],
+            "in_flight": sum(actor["in_flight"] for actor in self.actors.values()),
         }  # fmt: skip
 
     def close_step(self) -> None:

@@ -126,12 +126,13 @@ def step_metrics(
     if dist.is_initialized():
         dist.all_reduce(sums)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-    loss, tokens, r_sum, r_squared, clamped, kl_sum, entropy_sum, lag_sum = sums.tolist()
-    ratio_max, lag_max, minus_lag_min = maxima.tolist()
+    loss, total, r_sum, r_squared, clamped, kl_sum, entropy_sum, lag_sum = sums.tolist()
+    ratio_max, lag_max, minus_lag_min = maxima.nan_to_num(neginf=0.0).tolist()
+    tokens = max(total, 1)  # a step in which no token counts is all zeros
     return {
         "loss": loss,
-        "tokens": int(tokens),
-        "ess": r_sum**2 / (tokens * r_squared),
+        "tokens": int(total),
+        "ess": r_sum**2 / max(tokens * r_squared, 1e-300),
         "ratio_max": ratio_max,
         "clamp_fraction": clamped / tokens,
         "kl_behaviour": kl_sum / tokens,

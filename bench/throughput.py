@@ -5,7 +5,9 @@
 Each round measures, one after the other:
   apart     actor and trainer at the same time, each on the core(s) it has in the pipeline, but decoupled: the actor
             is fed prompts and its completions are thrown away, the trainer is fed the same ready-made batches over
-            and over. So each is alone in its work, and the other side keeps the machine as busy as the pipeline does.
+            and over. So each is alone in its work while the other keeps its core busy. For the rate of generation
+            the trainer gets a batch when as many samples have been generated, so that it is as busy as it is in the
+            pipeline; for the rate of training it gets one whenever it can take one.
   pipeline  `launch.py tiny` without evaluations.
 The learning rate is next to nothing, so that lengths, and with them the work, are the same throughout. Efficiency is
 the pipeline's trained tokens/s over the smaller of the two rates apart; "tokens" are completion tokens.
@@ -65,8 +67,10 @@ def apart(cfg: Config, seconds: float) -> dict:
     import torch
 
     tokenizer, verify = AutoTokenizer.from_pretrained(cfg.model), load_verifier(cfg.reward.function)
-    dataset, groups, going = rows(cfg.data, cfg.seed), [], threading.Event()
+    dataset, groups, drained = rows(cfg.data, cfg.seed), [], 0
+    going, paced = threading.Event(), threading.Event()
     going.set()
+    paced.set()
 
     def feed_actor() -> None:
         for group_id in itertools.count():
@@ -78,8 +82,10 @@ def apart(cfg: Config, seconds: float) -> dict:
                 return
 
     def drain_actor() -> None:
+        nonlocal drained
         while going.is_set():
             group = channels.completions.try_get(wait_s=0.05)
+            drained += group is not None
             if group is not None and len(groups) < 20 * cfg.groups_per_batch:
                 groups.append(group)
 
@@ -93,20 +99,33 @@ def apart(cfg: Config, seconds: float) -> dict:
     cut = [scored[i : i + cfg.groups_per_batch] for i in range(0, len(scored), cfg.groups_per_batch)]
     batches = [make_step_batches(cfg, 0, part, 1, {})[0] for part in cut]
 
+    start = drained
+
     def feed_trainer() -> None:
         for step in range(cfg.steps):
+            while going.is_set() and paced.is_set() and drained - start < step * cfg.groups_per_batch:
+                time.sleep(0.005)
             batch = dataclasses.replace(batches[step % len(batches)], step=step)
             while going.is_set() and not channels.batches[0].try_put(batch):
                 time.sleep(0.005)
+            if not going.is_set():
+                return
+
+    def watch(seconds: float) -> tuple[list, list]:
+        steps, actor, deadline = [], [], time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            report = channels.reports.try_get(wait_s=0.05)
+            if report is not None:
+                (steps if report.kind == "step" else actor).append((time.monotonic(), report.values))
+        return steps, actor
 
     threads.append(threading.Thread(target=feed_trainer))
     threads[-1].start()
-    steps, actor = [], []
-    deadline = time.monotonic() + 15 + seconds
-    while time.monotonic() < deadline:
-        report = channels.reports.try_get(wait_s=0.05)
-        if report is not None and time.monotonic() > deadline - seconds:
-            (steps if report.kind == "step" else actor).append((time.monotonic(), report.values))
+    watch(10)  # warm-up
+    _, actor = watch(seconds)
+    paced.clear()
+    watch(3)
+    steps, _ = watch(seconds / 2)
     going.clear()
     roles.stop(time.monotonic() + 5)
     for thread in threads:

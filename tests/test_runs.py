@@ -109,6 +109,12 @@ def test_lag_is_never_negative_nor_over_the_bound_and_weights_do_change_in_fligh
     assert any(len(set(rollout["versions"])) > 1 for rollout in rollouts), "no sequence saw an update in its middle"
 
 
+def test_the_decode_batch_stays_at_its_size_to_the_end_of_the_prompts(finished):
+    """H = 256 sequences in flight: no drain at updates. A finished one is replaced before the next decode step."""
+    in_flight = [line["in_flight"] for line in finished.lines("metrics.jsonl")][5:-8]
+    assert sum(n >= 0.8 * 256 for n in in_flight) >= 0.9 * len(in_flight), in_flight
+
+
 def test_screen_shows_steps_a_rollout_with_versions_and_a_summary(finished):
     text = finished.text()
     assert "held-out" in text and "trained at step 21" in text and "v0[" in text
