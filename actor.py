@@ -80,16 +80,15 @@ class WeightReceiver:
         """Staged weights -> the live parameters, in place."""
         for parameter, staged in self.copies:
             parameter.copy_(staged)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # for the stall's measure, and before anything is staged again
 
 
 def end_of_sequence_ids(model: Path) -> list[int]:
     """All of the checkpoint's end-of-sequence ids: a second one must not count as text that was cut."""
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        if (model / name).is_file():
-            value = json.loads((model / name).read_text()).get("eos_token_id")
-            ids |= set(value if isinstance(value, list) else [] if value is None else [value])
-    return sorted(ids)
+    files = [model / name for name in ("config.json", "generation_config.json") if (model / name).is_file()]
+    values = [json.loads(file.read_text()).get("eos_token_id") for file in files]
+    return sorted({i for value in values if value is not None for i in (value if isinstance(value, list) else [value])})
 
 
 class Engine:
@@ -97,7 +96,7 @@ class Engine:
 
     def __init__(self, cfg: Config, seed: int, device: str):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # `step` is ours: nothing decodes between two of its calls
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(cfg.actor.kv_cache_gib))))
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.actor.kv_cache_gib)
         import vllm
         import vllm._custom_ops
         from vllm.sampling_params import RequestOutputKind
@@ -205,16 +204,14 @@ class Actor:
 
     def admit(self) -> None:
         """Fill up to H sequences in flight, sample by sample; evaluation prompts go first."""
-        if self.cfg.actor.update == "drain" and self.in_flight and self.engine.newer_weights_staged():
-            return  # let what is in flight run dry
+        if self.cfg.actor.update == "drain" and self.channels.weights.version > self.engine.version:
+            return  # let what is in flight run dry, then wait for the newest weights
         while len(self.in_flight) < self.cfg.actor.sequences and self._take_prompt():
             prompt = self.waiting[0]
-            if prompt.version > self.engine.version:  # published before the prompt was issued: it can be had
-                if not self.may_update():
-                    return
-                while not self.engine.newer_weights_staged():
-                    time.sleep(0.0005)
+            if prompt.version > self.engine.version and self.may_update() and self.engine.newer_weights_staged():
                 self.update()
+            if prompt.version > self.engine.version:  # its weights are published, but not beside the model yet
+                return
             if prompt.is_eval and not self.evals_left:
                 self.evals_left = self.cfg.eval.prompts
             self.in_flight[self.engine.submit(prompt.prompt_ids.tolist())] = self.waiting.popleft()
@@ -250,11 +247,11 @@ class Actor:
 
 
 def main(cfg: Config, channels: Channels, index: int, device: str) -> None:
-    engine = Engine(cfg, seed=cfg.seed * 1000 + index, device=device)
+    engine = Engine(cfg, seed=(cfg.seed * 1000 + index) % 2**32, device=device)
     engine.join_weight_channel(channels.weights)
     actor = Actor(cfg, channels, engine, index)
     while not channels.stop.value:
-        if engine.newer_weights_staged() and actor.may_update():
+        if actor.may_update() and engine.newer_weights_staged():  # in this order: what is staged shall not grow old
             actor.update()
         actor.admit()
         if actor.in_flight:

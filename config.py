@@ -1,10 +1,10 @@
 """The configuration of a run: one dataclass tree, the presets, and the checks made before anything heavy starts."""
 
-import dataclasses
 import importlib.util
 import itertools
 import json
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,8 +40,8 @@ class ActorConfig:
     kv: Literal["keep", "recompute"] = "keep"
     # Precision of the engine and of the weights on their way to it.
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    kv_cache_gib: float = 4.0  # KV cache of an actor without a GPU.
-    gpu_memory_utilization: float = 0.9  # Share of the GPU's memory an actor may take.
+    kv_cache_gib: int = 4  # KV cache of an actor without a GPU.
+    gpu_memory_utilization: float = 0.8  # Share of the GPU's memory for vLLM; a second copy of the weights is on top.
     prefix_caching: bool = True  # Share the prompt's KV cache within a group (never between versions).
     enforce_eager: bool = False  # Do not capture CUDA graphs or compile.
 
@@ -126,9 +126,6 @@ class Config:
     def run_dir(self) -> Path:
         return self.runs_dir / self.name
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2, default=str)
-
 
 TINY = Path(__file__).parent / "examples" / "tiny"
 
@@ -149,7 +146,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
                 max_prompt_tokens=32,
                 max_completion_tokens=64,
                 dtype="float32",
-                kv_cache_gib=1.0,
+                kv_cache_gib=1,
                 prefix_caching=False,
                 enforce_eager=True,
             ),
@@ -170,7 +167,11 @@ def load_function(spec: str) -> Callable:
         raise ConfigError(f"{path}: no such file (named by {spec!r})")
     module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
+    sys.modules[module_spec.name] = module
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be imported: {error!r} (named by {spec!r})") from error
     if not callable(getattr(module, name, None)):
         raise ConfigError(f"{path} has no function {name!r} (named by {spec!r})")
     return getattr(module, name)
@@ -228,11 +229,13 @@ def _wrong_values(cfg: Config) -> Iterator[str]:
                 yield f"{name} is {value}: want {want}"
 
     counts = "actors trainers steps batch_size group_size reward.workers actor.sequences actor.max_prompt_tokens "
-    counts += "actor.max_completion_tokens preprocess.max_tokens_per_microbatch preprocess.ready_batches eval.prompts"
+    counts += "actor.max_completion_tokens preprocess.max_tokens_per_microbatch preprocess.ready_batches eval.prompts "
+    counts += "actor.kv_cache_gib"
     yield from wrong(counts, "at least 1", lambda value: value >= 1)
-    positive = "actor.temperature actor.kv_cache_gib actor.gpu_memory_utilization "
-    yield from wrong(positive + "train.lr train.clamp train.max_grad_norm", "more than 0", lambda value: value > 0)
-    others = "max_lag eval.every show_every train.warmup_steps train.kl_coef train.weight_decay"
+    yield from wrong("actor.temperature", "at least 0.01, vLLM's least", lambda value: value >= 0.01)
+    positive = "actor.gpu_memory_utilization train.lr train.clamp train.max_grad_norm"
+    yield from wrong(positive, "more than 0", lambda value: value > 0)
+    others = "seed max_lag eval.every show_every train.warmup_steps train.kl_coef train.weight_decay"
     yield from wrong(others, "0 or more", lambda value: value >= 0)
     if cfg.actor.gpu_memory_utilization > 1:
         yield f"actor.gpu_memory_utilization is {cfg.actor.gpu_memory_utilization}: want a share, at most 1"
@@ -260,7 +263,11 @@ def _wrong_model(cfg: Config) -> Iterator[str]:
         yield f"model folder {cfg.model} has no *.safetensors: save it with save_pretrained()"
     if not files & {"tokenizer.json", "tokenizer.model", "vocab.json"}:
         yield f"model folder {cfg.model} has no tokenizer: save it there with tokenizer.save_pretrained()"
-    context = json.loads((cfg.model / "config.json").read_text()).get("max_position_embeddings") or float("inf")
+    try:
+        context = json.loads((cfg.model / "config.json").read_text()).get("max_position_embeddings") or float("inf")
+        model_layout(cfg.model)
+    except (ValueError, KeyError, TypeError, MemoryError) as error:
+        yield f"model folder {cfg.model}: a file is damaged or not fetched whole ({error!r})"
     prompt, completion = cfg.actor.max_prompt_tokens, cfg.actor.max_completion_tokens
     if prompt + completion > context:
         budget = f"max_prompt_tokens {prompt} + max_completion_tokens {completion} = {prompt + completion}"
@@ -281,7 +288,5 @@ def _wrong_sources(cfg: Config) -> Iterator[str]:
         check_row(first, f"first row of {source}")
     if cfg.reward.function != "exact":
         load_function(cfg.reward.function)
-    if cfg.run_dir.exists() and not cfg.run_dir.is_dir():
-        yield f"{cfg.run_dir} is a file: choose another --name or --runs-dir"
-    if cfg.run_dir.is_dir() and any(cfg.run_dir.iterdir()) and not cfg.overwrite:
+    if cfg.run_dir.is_file() or (cfg.run_dir.is_dir() and any(cfg.run_dir.iterdir()) and not cfg.overwrite):
         yield f"{cfg.run_dir} already holds a run: give --overwrite to replace it, or another --name"

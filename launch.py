@@ -29,7 +29,8 @@ from bench.curve import draw
 from config import PRESETS, Config, ConfigError, check, model_layout
 
 START = time.monotonic()
-SHUTDOWN_S = 6.0  # for roles to end by themselves, the model to be saved; then they are killed
+SHUTDOWN_S = 6.0  # for roles to end by themselves when one has died, the model to be saved; then they are killed
+SAVE_S = 600.0  # the same after Ctrl-C; a second Ctrl-C ends it
 
 
 def parse(argv: list[str]) -> Config:
@@ -42,8 +43,7 @@ def parse(argv: list[str]) -> Config:
         raise ConfigError(f"unknown preset {argv[0]!r}: the first argument is one of {', '.join(PRESETS)} (see --help)")
     preset = next(iter(PRESETS)) if asked_for_help else argv[0]
     description = f"PipelineRL, minimal and hackable.\n\npresets:\n{names}\n\nfields, with the values of `{preset}`:"
-    prog = f"launch.py {'PRESET' if asked_for_help else preset}"
-    args = ["--help"] if asked_for_help else argv[1:]
+    prog, args = ("launch.py PRESET", ["--help"]) if asked_for_help else (f"launch.py {preset}", argv[1:])
     return tyro.cli(Config, default=PRESETS[preset][1], args=args, prog=prog, description=description)
 
 
@@ -60,8 +60,8 @@ class Place:
 def plan(cfg: Config, cores: list[int], gpus: list[str]) -> dict[str, Place]:
     """Role -> place. Trainers first on the GPUs, actors after them; without GPUs each gets cores of its own.
 
-    The light roles (preprocess, reward, the launcher) may use any core: whichever of the two sides waits has one to
-    spare. Raises ConfigError if `device` asks for GPUs that are not there.
+    The light roles (preprocess, reward, the launcher) share the trainers' cores: the decode loop must not be disturbed.
+    Raises ConfigError if `device` asks for GPUs that are not there.
     """
     names = [f"train-{i}" for i in range(cfg.trainers)] + [f"actor-{i}" for i in range(cfg.actors)]
     use_gpus = cfg.device == "cuda" or (cfg.device == "auto" and len(gpus) >= len(names))
@@ -73,18 +73,20 @@ def plan(cfg: Config, cores: list[int], gpus: list[str]) -> dict[str, Place]:
         own = cores[taken : taken + share] if i else cores[taken:]
         taken += share
         own = tuple(own if share else cores)
-        places[name] = Place("cuda" if use_gpus else "cpu", own, len(own) if share else 1, gpus[i] if use_gpus else "")
-    places["preprocess"] = Place(places["train-0"].device, tuple(cores), 1, places["train-0"].gpu)
-    return places | {f"reward-{i}": Place("cpu", tuple(cores), 1) for i in range(cfg.reward.workers)}
+        places[name] = Place(
+            "cuda:0" if use_gpus else "cpu", own, len(own) if share else 1, gpus[i] if use_gpus else ""
+        )
+    light = tuple(sorted({core for name in names[: cfg.trainers] for core in places[name].cores}))
+    places["preprocess"] = Place(places["train-0"].device, light, 1, places["train-0"].gpu)
+    return places | {f"reward-{i}": Place("cpu", light, 1) for i in range(cfg.reward.workers)}
 
 
 def make_channels(cfg: Config, context):
     """All queues, sized so that the largest message the configuration allows fits; memory is taken when used."""
     from queues import Channels, SharedMemoryQueue, SharedMemoryWeights
 
-    stop = context.Value("b", 0, lock=False)
+    stop, row_bytes = context.Value("b", 0, lock=False), 2**18
     prompt_tokens, completion_tokens = cfg.actor.max_prompt_tokens, cfg.actor.max_completion_tokens
-    row_bytes = 2**18
     group_bytes = row_bytes + 8 * prompt_tokens + cfg.group_size * (24 * completion_tokens + 1024)
     batch_bytes = row_bytes + cfg.batch_size * (44 * (prompt_tokens + completion_tokens) + 1024)
 
@@ -159,10 +161,13 @@ class Roles:
     def finished(self) -> bool:
         return all(p.exitcode == 0 for name, p in self.processes.items() if name.startswith(("train", "preprocess")))
 
-    def stop(self, deadline: float) -> None:
-        """Ask all roles to end, and kill those that have not by the deadline."""
+    def stop(self, patience_s: float, interrupted: list[int]) -> None:
+        """Ask all roles to end, and kill those that have not within `patience_s` or by another Ctrl-C."""
         self.channels.stop.value = 1
-        while any(p.exitcode is None for p in self.processes.values()) and time.monotonic() < deadline:
+        deadline, signals = time.monotonic() + patience_s, max(1, len(interrupted))
+        while any(p.exitcode is None for p in self.processes.values()) and len(interrupted) <= signals:
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.02)
         for process in self.processes.values():
             if process.exitcode is None:
@@ -293,7 +298,7 @@ def prepare_run_dir(cfg: Config) -> None:
             raise ConfigError(f"{cfg.run_dir} is not empty and not a run: it is not replaced, choose another --name")
         shutil.rmtree(cfg.run_dir)
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
-    (cfg.run_dir / "config.json").write_text(cfg.to_json() + "\n")
+    (cfg.run_dir / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=2, default=str) + "\n")
 
 
 def drain(reports, record: Record, wait_s: float = 0.0) -> None:
@@ -317,8 +322,8 @@ def supervise(roles: Roles, record: Record, interrupted: list[int]) -> str | Non
 def gpus() -> list[str]:
     import torch
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    found = [str(i) for i in range(torch.cuda.device_count())]
+    return os.environ["CUDA_VISIBLE_DEVICES"].split(",") if found and "CUDA_VISIBLE_DEVICES" in os.environ else found
 
 
 def run(cfg: Config) -> int:
@@ -330,19 +335,20 @@ def run(cfg: Config) -> int:
         signal.signal(number, lambda number, frame: interrupted.append(number))
     context = multiprocessing.get_context("spawn")
     channels = make_channels(cfg, context)
+    record, dead = Record(cfg), None
     roles = Roles(cfg, channels, places, context)
-    record = Record(cfg)
-    dead = None
+    os.sched_setaffinity(0, places["preprocess"].cores)
     try:
         dead = supervise(roles, record, interrupted)
     finally:
-        roles.stop(time.monotonic() + SHUTDOWN_S)
+        roles.stop(SAVE_S if interrupted else SHUTDOWN_S, interrupted)
         drain(channels.reports, record)
         record.close_step()
         record.bar.close()
-    draw(cfg.run_dir)
     outcome = f"failed ({dead})" if dead else "interrupted" if interrupted else "complete"
+    outcome += "" if (cfg.run_dir / "model").exists() else ", model not saved"
     print(record.summary(outcome), *([roles.obituary(dead)] if dead else []), sep="\n")
+    draw(cfg.run_dir)
     return 1 if dead else 128 + interrupted[0] if interrupted else 0
 
 

@@ -81,20 +81,17 @@ class Admission:
     """
 
     def __init__(self, groups_per_batch: int, max_lag: int | None, in_order: bool = False):
-        self.n, self.max_lag, self.in_order = groups_per_batch, max_lag, in_order
+        self.n, self.max_lag, self.in_order = groups_per_batch, float("inf") if max_lag is None else max_lag, in_order
         self.next_step = 0
         self.deadlines: dict[int, float] = {}  # outstanding groups: started, neither trained nor dropped
 
-    def _deadline(self, version: int) -> float:
-        return float("inf") if self.max_lag is None else version + self.max_lag
-
     def may_start(self, version: int) -> bool:
         """Whether one more group may start now that `version` is the newest (versions never fall)."""
-        return len(self.deadlines) < self.n * (self._deadline(version) + 1 - self.next_step)
+        return len(self.deadlines) < self.n * (version + self.max_lag + 1 - self.next_step)
 
     def start(self, group_id: int, version: int) -> None:
         assert self.may_start(version)
-        self.deadlines[group_id] = self._deadline(version)
+        self.deadlines[group_id] = version + self.max_lag
 
     def drop(self, group_id: int) -> None:
         del self.deadlines[group_id]
@@ -216,11 +213,11 @@ def make_step_batches(cfg: Config, step: int, groups: list[RolloutGroup], ranks:
     ]
 
 
-def batch_metrics(groups: list[RolloutGroup], rewards: list[float]) -> dict:
-    """What can be said of a step before it is trained. `rewards` are those of all samples scored since the last one:
-    the batch alone would not show progress where groups that are all right are dropped."""
+def batch_metrics(groups: list[RolloutGroup], dropped_rewards: list[float]) -> dict:
+    """What can be said of a step before it is trained. Rewards count those of the groups dropped on the way to it: the
+    batch alone would not show progress where groups that are all right are dropped."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = rewards or [rollout.reward for rollout in rollouts]
+    rewards = [rollout.reward for rollout in rollouts] + dropped_rewards
     lengths = [len(rollout.completion_ids) for rollout in rollouts]
     return {
         "samples": len(rollouts),
@@ -247,7 +244,7 @@ class Preprocessor:
         self.issued = 0  # groups
         self.finished: dict[int, RolloutGroup] = {}  # scored groups that wait for a batch, in the order they came
         self.dropped_in_a_row = 0
-        self.rewards: list[float] = []  # of every sample scored since the last batch, dropped groups included
+        self.dropped_rewards: list[float] = []  # of the samples of groups dropped since the last batch
         self.eval_prompts: list[tuple[torch.Tensor, dict]] = []
         if cfg.eval.every:
             self.eval_prompts = list(itertools.islice(prompts(cfg.eval.data, dropped=Counter()), cfg.eval.prompts))
@@ -287,14 +284,14 @@ class Preprocessor:
 
     def take(self, group: RolloutGroup) -> None:
         """A scored group: to the evaluation, to the finished ones, or dropped and counted."""
-        group_id = group.prompt.group_id
         if group.prompt.is_eval:
             self._take_eval(group)
             return
-        self.rewards += [rollout.reward for rollout in group.rollouts]
-        if self.cfg.preprocess.zero_variance == "drop" and has_no_variance([r.reward for r in group.rollouts]):
+        rewards = [rollout.reward for rollout in group.rollouts]
+        if self.cfg.preprocess.zero_variance == "drop" and has_no_variance(rewards):
+            self.dropped_rewards += rewards
             self.dropped["zero_variance"] += 1
-            self.admission.drop(group_id)
+            self.admission.drop(group.prompt.group_id)
             self.dropped_in_a_row += 1
             if self.dropped_in_a_row >= 100 * self.cfg.groups_per_batch:
                 raise RuntimeError(
@@ -303,7 +300,7 @@ class Preprocessor:
                 )
         else:
             self.dropped_in_a_row = 0
-            self.finished[group_id] = group
+            self.finished[group.prompt.group_id] = group
 
     def _take_eval(self, group: RolloutGroup) -> None:
         self.eval_rollouts += group.rollouts
@@ -323,9 +320,9 @@ class Preprocessor:
             if group_ids is None:
                 return
             groups = [self.finished.pop(group_id) for group_id in group_ids]
-            metrics = batch_metrics(groups, self.rewards) | {"queue_rollouts": len(self.channels.rollouts)}
+            metrics = batch_metrics(groups, self.dropped_rewards) | {"queue_rollouts": len(self.channels.rollouts)}
             metrics |= {f"dropped_{reason}": n for reason, n in self.dropped.items()}
-            self.rewards = []
+            self.dropped_rewards = []
             batches = make_step_batches(self.cfg, step, groups, self.cfg.trainers, metrics)
             self.report_rollout(step, groups[0])
             for queue, batch in reversed(list(zip(self.channels.batches, batches, strict=True))):

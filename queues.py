@@ -119,7 +119,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class Report:
-    """Something for the launcher to show or write: `kind` is "step", "actor", "eval" or "rollouts"."""
+    """Something for the launcher to show or write: `kind` is "step", "actor", "eval" or "rollout"."""
 
     kind: str
     values: dict
@@ -226,12 +226,12 @@ class SharedMemoryQueue:
         self._free, self._filled = context.Semaphore(slots), context.Semaphore(0)
         self._counts = context.Array("Q", 2, lock=False)  # messages put, messages taken
 
-    def put(self, message: Any, timeout_s: float = 600.0) -> None:
+    def put(self, message: Any, timeout_s: float = float("inf")) -> None:
         data = self._fit(encode(message))
         self._wait(self._free, timeout_s, f"room in the queue of {self.name} ({self.slots} slots)")
         self._write(data)
 
-    def get(self, timeout_s: float = 600.0) -> Any:
+    def get(self, timeout_s: float = float("inf")) -> Any:
         self._wait(self._filled, timeout_s, f"{self.name} from their queue")
         return self._read()
 

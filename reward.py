@@ -18,20 +18,20 @@ from collections.abc import Callable
 from config import Config, load_function
 from queues import Channels, RolloutGroup
 
-Verifier = Callable[[str, dict], float]
-
 
 def exact(completion: str, row: dict) -> float:
     """1.0 if the completion is the row's answer, white space around either aside: (' 9', {'answer': '9'}) -> 1.0."""
     return float(completion.strip() == row["answer"].strip())
 
 
-def load_verifier(spec: str) -> Verifier:
+def load_verifier(spec: str) -> Callable[[str, dict], float]:
     """`exact` or `file.py:function` -> the function. Raises ConfigError if there is none."""
     return exact if spec == "exact" else load_function(spec)
 
 
-def score(group: RolloutGroup, verify: Verifier, decode: Callable[[list[int]], str]) -> RolloutGroup:
+def score(
+    group: RolloutGroup, verify: Callable[[str, dict], float], decode: Callable[[list[int]], str]
+) -> RolloutGroup:
     """The group with all rewards filled in. Raises ValueError, with the row, if one is not a finite number."""
     rollouts = []
     for rollout in group.rollouts:

@@ -14,6 +14,7 @@ penalty is optional and off. Several ranks share the model by FSDP2; one rank on
 """
 
 import contextlib
+import datetime
 import os
 import shutil
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
@@ -36,8 +38,8 @@ def sequence_attention(module, query, key, value, attention_mask, scaling, posit
     """Causal attention inside each sequence of a packed row: transformers' attention interface, SDPA underneath.
 
     query (1, H, T, D), key and value (1, H_kv, T, D) -> (1, T, H, D). Sequences begin where `position_ids` (1, T) is 0.
-    They become the rows of a padded batch, so the work is Σ length² and torch's flash kernels serve; transformers' own
-    way, a dense (T, T) mask, computes all T² (twice the time of a whole step of `tiny`).
+    They become the S rows of a batch padded to the longest, L: S · L² work and torch's flash kernels, where the way of
+    transformers, a dense mask, is T² (and takes twice as long for a whole step of `tiny`).
     """
     T = query.shape[2]
     starts = (position_ids[0] == 0).nonzero().squeeze(1)  # (S,)
@@ -63,7 +65,7 @@ def load_policy(folder: Path, dtype: torch.dtype, device: torch.device) -> torch
     the one the engine samples from."""
     config = AutoConfig.from_pretrained(folder)
     full_attention = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    attention = "sequence" if full_attention and not getattr(config, "use_sliding_window", False) else "sdpa"
+    attention = "sequence" if full_attention and getattr(config, "sliding_window", None) is None else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
     return model.eval().to(device)
 
@@ -173,10 +175,11 @@ class Trainer:
         """FSDP2, a block at a time, then the rest; on GPUs bf16 compute over fp32 master weights."""
         on_gpu = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         policy = on_gpu if self.device.type == "cuda" else MixedPrecisionPolicy()
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
         for module in self.model.modules():
             if type(module).__name__ in self.model._no_split_modules:
-                fully_shard(module, mp_policy=policy)
-        fully_shard(self.model, mp_policy=policy)
+                fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
 
     def backward(self, batch: StepBatch) -> dict:
         """Gradient of the whole batch's loss, over micro-batches and ranks; returns the step's metrics."""
@@ -243,6 +246,7 @@ def init_process_group(cfg: Config, rank: int, device: torch.device) -> None:
         init_method=f"file://{(cfg.run_dir / 'trainers.rendezvous').resolve()}",
         rank=rank,
         world_size=cfg.trainers,
+        timeout=datetime.timedelta(days=1),  # waiting for a batch may be long; the launcher sees who dies
         device_id=device if device.type == "cuda" else None,
     )
 

@@ -25,7 +25,7 @@ def draw(run_dir: Path) -> Path | None:
 
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 2))
     right = bottom.twinx()
-    line(top, steps, "reward", "-", "lightsteelblue", "reward of the batch")
+    line(top, steps, "reward", "-", "lightsteelblue", "reward, sampled for training")
     line(top, evals, "eval_accuracy", "o-", "tab:red", "held-out success, sampled")
     line(bottom, steps, "lag_max", ":", "tab:green", "lag, max")
     line(bottom, steps, "lag_mean", "-", "tab:green", "lag, mean")

@@ -89,7 +89,7 @@ def apart(cfg: Config, seconds: float) -> dict:
             if group is not None and len(groups) < 20 * cfg.groups_per_batch:
                 groups.append(group)
 
-    threads = [threading.Thread(target=feed_actor), threading.Thread(target=drain_actor)]
+    threads = [threading.Thread(target=feed_actor, daemon=True), threading.Thread(target=drain_actor, daemon=True)]
     for thread in threads:
         thread.start()
     while len(groups) < 20 * cfg.groups_per_batch:
@@ -119,7 +119,7 @@ def apart(cfg: Config, seconds: float) -> dict:
                 (steps if report.kind == "step" else actor).append((time.monotonic(), report.values))
         return steps, actor
 
-    threads.append(threading.Thread(target=feed_trainer))
+    threads.append(threading.Thread(target=feed_trainer, daemon=True))
     threads[-1].start()
     watch(10)  # warm-up
     _, actor = watch(seconds)
@@ -127,7 +127,7 @@ def apart(cfg: Config, seconds: float) -> dict:
     watch(3)
     steps, _ = watch(seconds / 2)
     going.clear()
-    roles.stop(time.monotonic() + 5)
+    roles.stop(5.0, [])
     for thread in threads:
         thread.join()
     (t0, _), (t1, _) = steps[0], steps[-1]

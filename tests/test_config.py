@@ -1,5 +1,6 @@
 """Bad input is refused before anything heavy starts, with exit code 2, the value and the remedy."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -59,8 +60,9 @@ def refused(capsys, *argv) -> str:
         (["tiny", "--reward.function", "/nowhere.py:f"], "/nowhere.py: no such file"),
         (["tiny", "--steps", "0"], "steps is 0: want at least 1"),
         (["tiny", "--actors", "0"], "actors is 0"),
-        (["tiny", "--actor.temperature", "0"], "actor.temperature is 0.0: want more than 0"),
+        (["tiny", "--actor.temperature", "0"], "actor.temperature is 0.0: want at least 0.01"),
         (["tiny", "--actor.temperature", "nan"], "actor.temperature is nan"),
+        (["tiny", "--seed", "-1"], "seed is -1: want 0 or more"),
         (["tiny", "--max-lag", "-1"], "max_lag is -1: want 0 or more"),
         (["tiny", "--train.adam-betas", "0.9", "1.0"], "train.adam_betas"),
         (["tiny", "--device", "cuda", "--actors", "7000"], "need 7001 GPUs, there are"),
@@ -103,6 +105,19 @@ def test_bad_dataset_row_is_named_by_its_line(capsys, tmp_path, text, said, fiel
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
     assert said in refused(capsys, "tiny", f"--{field}", str(path))
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_damaged_model_file_is_refused(capsys, broken_model, file):
+    (broken_model / file).write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    assert "a file is damaged or not fetched whole" in refused(capsys, "tiny", "--model", str(broken_model))
+
+
+def test_file_that_cannot_be_imported_is_refused(capsys, tmp_path):
+    (tmp_path / "mine.py").write_text("def reward(text row):\n")
+    assert "cannot be imported: SyntaxError" in refused(
+        capsys, "tiny", "--reward.function", f"{tmp_path}/mine.py:reward"
+    )
 
 
 def test_folder_that_holds_a_run_needs_overwrite(capsys, tmp_path):
@@ -154,10 +169,11 @@ def _one_column() -> dict:
     return os.environ | {"COLUMNS": "110"}
 
 
-def test_override_reaches_the_config_and_the_saved_one_is_whole():
+def test_override_reaches_the_config_and_the_saved_one_is_whole(tmp_path):
     cfg = launch.parse(["tiny", "--train.lr", "1e-4", "--max-lag", "None"])
     assert cfg.train.lr == 1e-4 and cfg.max_lag is None
-    assert json.loads(cfg.to_json())["train"]["lr"] == 1e-4
+    launch.prepare_run_dir(dataclasses.replace(cfg, runs_dir=tmp_path))
+    assert json.loads((tmp_path / "tiny" / "config.json").read_text())["train"]["lr"] == 1e-4
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -180,6 +196,7 @@ def test_actor_and_trainer_have_a_core_each_on_two_cores():
     plan = places(range(2))
     assert plan["actor-0"].cores == (0,) and plan["train-0"].cores == (1,)
     assert plan["actor-0"].threads == plan["train-0"].threads == 1
+    assert plan["preprocess"].cores == plan["reward-0"].cores == (1,), "the decode loop has its core to itself"
 
 
 def test_cores_are_shared_out_without_overlap_and_none_is_left():
@@ -203,5 +220,5 @@ def test_gpus_go_to_trainers_first():
         "4",
         "",
     ]
-    assert plan["actor-1"].device == "cuda" and plan["reward-0"].device == "cpu"
+    assert plan["actor-1"].device == "cuda:0" and plan["reward-0"].device == "cpu"
     assert places(range(8), gpus=["0"], trainers=1, actors=2)["train-0"].device == "cpu", "auto: not enough GPUs"

@@ -238,8 +238,9 @@ def test_normalisers_are_those_of_the_whole_step_on_every_rank(ranks):
 
 
 def test_reward_metric_counts_dropped_groups_too():
-    metrics = batch_metrics(groups(2, 4), rewards=[1.0] * 3 + [0.0])
-    assert metrics["reward"] == 0.75 and metrics["samples"] == 8
+    own = [rollout.reward for group in groups(2, 4) for rollout in group.rollouts]
+    metrics = batch_metrics(groups(2, 4), dropped_rewards=[1.0] * 8)
+    assert metrics["reward"] == (sum(own) + 8) / 16 and metrics["samples"] == 8
 
 
 # ---------------------------------------------------------------- prompts

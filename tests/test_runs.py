@@ -91,7 +91,7 @@ def test_metrics_have_a_line_for_every_step_with_every_key(finished):
     keys = "step version time_s samples tokens reward reward_std loss grad_norm lr ess ratio_max clamp_fraction "
     keys += "kl_behaviour entropy lag_mean lag_max lag_min completion_tokens_mean truncated_fraction queue_rollouts "
     keys += "dropped_zero_variance dropped_prompt_too_long queue_batches wait_s generated_tokens_per_s "
-    keys += "trained_tokens_per_s update_stall_s"
+    keys += "trained_tokens_per_s update_stall_s in_flight actor_idle_s train_s publish_s no_variance_groups"
     keys = keys.split()
     for line in lines:
         assert set(keys) <= set(line), set(keys) - set(line)
@@ -139,7 +139,7 @@ def test_final_model_answers_the_same_greedily_in_transformers_and_vllm(finished
 
 def test_run_folder_is_not_overwritten_unasked(finished):
     again = Run(finished.folder.parent, "--steps", "60")
-    assert (again.wait(30) == 2 and "already holds a run" in again.text()) or "already holds a run" in finished.text()
+    assert again.wait(30) == 2 and "already holds a run: give --overwrite" in again.text()
 
 
 def test_two_runs_side_by_side_every_option_of_the_schedule_and_several_processes_a_role(tmp_path):
