@@ -191,7 +191,7 @@ class Actor:
         self.outbox: deque[RolloutGroup] = deque()
         self.evals_left = 0  # samples of the running evaluation not finished; weights stand still until it is 0
         self.started = time.monotonic()
-        self.totals = {"generated_tokens": 0, "samples": 0, "updates": 0, "update_stall_s": 0.0, "idle_s": 0.0}
+        self.totals = {"generated_tokens": 0, "update_stall_s": 0.0, "idle_s": 0.0}
 
     def may_update(self) -> bool:
         """Whether the schedule lets the weights change now: not under a running evaluation, nor (drain) a sequence."""
@@ -199,7 +199,6 @@ class Actor:
 
     def update(self) -> None:
         self.totals["update_stall_s"] += self.engine.load_weights()
-        self.totals["updates"] += 1
         self.report()
 
     def admit(self) -> None:
@@ -232,7 +231,6 @@ class Actor:
         for request_id, rollout in self.engine.step().items():
             prompt = self.in_flight.pop(request_id)
             self.totals["generated_tokens"] += len(rollout.completion_ids)
-            self.totals["samples"] += 1
             self.evals_left -= prompt.is_eval
             rollouts = self.groups.setdefault(prompt.group_id, [])
             rollouts.append(rollout)

@@ -111,11 +111,11 @@ def run_role(name: str, cfg: Config, channels, place: Place, log: Path, launcher
     libc.prctl(15, name.encode())  # PR_SET_NAME: what `top` and `ps` show
     if os.getppid() != launcher:
         os._exit(1)
+    from queues import Stopped
+
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    from queues import Stopped
-
     role, _, index = name.partition("-")
     arguments = {"actor": (int(index or 0), place.device), "train": (int(index or 0), place.device)}
     arguments |= {"preprocess": (place.device,), "reward": ()}

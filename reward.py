@@ -29,9 +29,7 @@ def load_verifier(spec: str) -> Callable[[str, dict], float]:
     return exact if spec == "exact" else load_function(spec)
 
 
-def score(
-    group: RolloutGroup, verify: Callable[[str, dict], float], decode: Callable[[list[int]], str]
-) -> RolloutGroup:
+def score(group: RolloutGroup, verify: Callable, decode: Callable[[list[int]], str]) -> RolloutGroup:
     """The group with all rewards filled in. Raises ValueError, with the row, if one is not a finite number."""
     rollouts = []
     for rollout in group.rollouts:
