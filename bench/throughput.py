@@ -62,7 +62,8 @@ def apart(cfg: Config, seconds: float) -> dict:
     launch.prepare_run_dir(cfg)
     channels = launch.make_channels(cfg, context)
     heavy = {name: place for name, place in places.items() if name.startswith(("actor", "train"))}
-    roles = launch.Roles(cfg, channels, heavy, context)
+    roles, all_cores = launch.Roles(cfg, channels, heavy, context), os.sched_getaffinity(0)
+    os.sched_setaffinity(0, places["preprocess"].cores)  # where the light roles of the pipeline run
 
     import torch
 
@@ -128,6 +129,7 @@ def apart(cfg: Config, seconds: float) -> dict:
     steps, _ = watch(seconds / 2)
     going.clear()
     roles.stop(5.0, [])
+    os.sched_setaffinity(0, all_cores)
     for thread in threads:
         thread.join()
     (t0, _), (t1, _) = steps[0], steps[-1]
