@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -87,7 +86,7 @@ def finished(tmp_path_factory) -> Run:
     return run
 
 
-def test_held_out_success_rises_by_ten_points_in_eighty_steps(finished):
+def test_held_out_success_rises_by_fifteen_points_in_eighty_steps(finished):
     """From about 40%; what chance alone moves 256 samples by is 3 points."""
     evals = [
         (line["eval_version"], line["eval_accuracy"])
@@ -95,7 +94,7 @@ def test_held_out_success_rises_by_ten_points_in_eighty_steps(finished):
         if "eval_version" in line
     ]
     assert [version for version, _ in evals][0] == 0 and evals[-1][0] == 80 and len(evals) == 3
-    assert evals[-1][1] >= evals[0][1] + 0.10, evals
+    assert evals[-1][1] >= evals[0][1] + 0.15, evals
 
 
 def test_metrics_have_a_line_for_every_step_with_every_key(finished):
@@ -125,7 +124,7 @@ def test_lag_is_never_negative_nor_over_the_bound_and_weights_do_change_in_fligh
 def test_the_decode_batch_stays_at_its_size_to_the_end_of_the_prompts(finished):
     """H = 192 sequences in flight, no drain at updates; less only where the trainer is behind and nothing may start."""
     in_flight = [line["in_flight"] for line in finished.lines("metrics.jsonl")][5:-8]
-    assert statistics.median(in_flight) >= 0.8 * 192, in_flight
+    assert sum(n >= 0.8 * 192 for n in in_flight) >= 0.9 * len(in_flight), in_flight
 
 
 def test_screen_shows_steps_a_rollout_with_versions_and_a_summary(finished):
