@@ -56,6 +56,17 @@ class Place:
     threads: int
     gpu: str = ""  # CUDA_VISIBLE_DEVICES
 
+    def enter(self) -> None:
+        """For the processes started from here on: what one has at its start it has in all its threads."""
+        os.sched_setaffinity(0, self.cores)
+        os.environ |= {
+            "OMP_NUM_THREADS": str(self.threads),
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, self.cores)),
+            "VLLM_NO_USAGE_STATS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",  # models are folders
+        } | ({"CUDA_VISIBLE_DEVICES": self.gpu} if self.gpu else {})
+
 
 def plan(cfg: Config, cores: list[int], gpus: list[str]) -> dict[str, Place]:
     """Role -> place. Trainers first on the GPUs, actors after them; without GPUs each gets cores of its own.
@@ -138,14 +149,7 @@ class Roles:
         all_cores = os.sched_getaffinity(0)
         for name in sorted(places, key=lambda name: not name.startswith("actor")):  # the slowest to start goes first
             place = places[name]
-            os.sched_setaffinity(0, place.cores)  # what a process has at its start it has in all its threads
-            os.environ |= {
-                "OMP_NUM_THREADS": str(place.threads),
-                "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, place.cores)),
-                "VLLM_NO_USAGE_STATS": "1",
-                "TOKENIZERS_PARALLELISM": "false",
-                "HF_HUB_OFFLINE": "1",  # models are folders
-            } | ({"CUDA_VISIBLE_DEVICES": place.gpu} if place.gpu else {})
+            place.enter()
             arguments = (name, cfg, channels, place, self.logs / f"{name}.log", os.getpid())
             self.processes[name] = context.Process(target=run_role, args=arguments, name=name)
             self.processes[name].start()

@@ -1,169 +1,207 @@
 """Pipeline efficiency, stall and idle shares of preset `tiny` on this machine, as ratios measured in one run.
 
-    python bench/throughput.py [--rounds 3] [--seconds 40]
+    python bench/throughput.py [--rounds 3] [--turns 10] [--turn-s 4]
 
-Each round measures, one after the other:
-  apart     actor and trainer at the same time, each on the core(s) it has in the pipeline, but decoupled: the actor
-            is fed prompts and its completions are thrown away, the trainer is fed the same ready-made batches over
-            and over. So each is alone in its work while the other keeps its core busy. For the rate of generation
-            the trainer gets a batch when as many samples have been generated, so that it is as busy as it is in the
-            pipeline; for the rate of training it gets one whenever it can take one.
-  pipeline  `launch.py tiny` without evaluations.
-The learning rate is next to nothing, so that lengths, and with them the work, are the same throughout. Efficiency is
-the pipeline's trained tokens/s over the smaller of the two rates apart; "tokens" are completion tokens.
+Each round starts two sets of processes, both with actor and trainer on the cores they have in the pipeline:
+  pipeline  `launch.py tiny` without evaluations
+  apart     an engine that generates, and a trainer that goes through the same ready-made batches over and over, both as
+            fast as they can and with nothing between them: each alone in its work while the other core is kept busy
+The two take turns of a few seconds, one running while the other is stopped (SIGSTOP), so that whatever else happens on
+the machine happens to both. Work cut by the end of a turn goes on in the next; clocks count the turns only.
+
+The learning rate is next to nothing, so that lengths, and with them the work, stay the same. Efficiency is the
+pipeline's trained tokens/s over the smaller of the two rates apart; "tokens" are completion tokens.
 """
 
 import argparse
 import dataclasses
-import itertools
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import platform
 import shutil
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
-import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import launch  # noqa: E402
-from config import PRESETS, Config  # noqa: E402
+from config import PRESETS, Config, model_layout  # noqa: E402
+
+BATCHES = 20  # that training alone goes through
 
 
-def bench_config(folder: Path, steps: int) -> Config:
+def bench_config(folder: Path) -> Config:
     cfg = PRESETS["tiny"][1]
     return dataclasses.replace(
         cfg,
         runs_dir=folder,
-        name="bench",
-        overwrite=True,
-        steps=steps,
+        name="pipeline",
+        steps=100_000,
         show_every=0,
         train=dataclasses.replace(cfg.train, lr=1e-12, warmup_steps=0),
         eval=dataclasses.replace(cfg.eval, every=0),
     )
 
 
-def apart(cfg: Config, seconds: float) -> dict:
-    """Generated and trained tokens/s of actor and trainer that run side by side without touching each other."""
+def generate_alone(cfg: Config, channels, path: Path) -> None:
+    """H sequences in flight and nothing else; the first that finish become the batches of `train_alone`."""
     from transformers import AutoTokenizer
 
-    from preprocess import make_step_batches, rows
-    from queues import Prompt
-    from reward import load_verifier, score
+    from actor import Engine
+    from preprocess import Sequence, encoded_prompts, make_micro_batch, pack
+    from queues import StepBatch
 
-    context = multiprocessing.get_context("spawn")
-    places = launch.plan(cfg, sorted(os.sched_getaffinity(0)), [])
-    launch.prepare_run_dir(cfg)
-    channels = launch.make_channels(cfg, context)
-    heavy = {name: place for name, place in places.items() if name.startswith(("actor", "train"))}
-    roles, all_cores = launch.Roles(cfg, channels, heavy, context), os.sched_getaffinity(0)
-    os.sched_setaffinity(0, places["preprocess"].cores)  # where the light roles of the pipeline run
+    engine, encode = Engine(cfg, seed=cfg.seed, device="cpu"), AutoTokenizer.from_pretrained(cfg.model).encode
+    prompts = encoded_prompts(cfg.data, cfg.seed, encode, cfg.actor.max_prompt_tokens, Counter())
+    in_flight, waiting, sequences, batches = {}, [], [], 0
+    with path.open("w", buffering=1) as file:
+        while True:
+            while len(in_flight) < cfg.actor.sequences:
+                waiting = waiting or [next(prompts)[0]] * cfg.group_size
+                prompt_ids = waiting.pop()
+                in_flight[engine.submit(prompt_ids.tolist())] = prompt_ids
+            tokens = len(in_flight)  # a step makes one for each
+            for request_id, rollout in engine.step().items():
+                prompt_ids = in_flight.pop(request_id)
+                if batches < BATCHES:
+                    sequences.append(Sequence(prompt_ids, rollout, advantage=(-1.0) ** len(sequences), weight=1.0))
+            if len(sequences) >= cfg.batch_size:
+                batch, sequences = sequences[: cfg.batch_size], []
+                dealt = pack([len(s) for s in batch], cfg.preprocess.max_tokens_per_microbatch, ranks=1)[0]
+                micro_batches = [make_micro_batch([batch[i] for i in indices]) for indices in dealt]
+                normaliser = sum(len(s.rollout.completion_ids) for s in batch)
+                channels.batches[0].put(StepBatch(0, micro_batches, normaliser, metrics={}))
+                batches += 1
+            file.write(json.dumps({"time_s": time.monotonic(), "tokens": tokens}) + "\n")
 
+
+def train_alone(cfg: Config, channels, path: Path) -> None:
+    """Optimizer steps, one after the other, on batches that are there already."""
     import torch
 
-    tokenizer, verify = AutoTokenizer.from_pretrained(cfg.model), load_verifier(cfg.reward.function)
-    dataset, groups, drained = rows(cfg.data, cfg.seed), [], 0
-    going, paced = threading.Event(), threading.Event()
-    going.set()
-    paced.set()
+    from train import Trainer
 
-    def feed_actor() -> None:
-        for group_id in itertools.count():
-            row = next(dataset)
-            prompt = Prompt(group_id, 0, cfg.group_size, torch.tensor(tokenizer.encode(row["prompt"])), row)
-            while going.is_set() and not channels.prompts.try_put(prompt):
-                time.sleep(0.005)
-            if not going.is_set():
-                return
-
-    def drain_actor() -> None:
-        nonlocal drained
-        while going.is_set():
-            group = channels.completions.try_get(wait_s=0.05)
-            drained += group is not None
-            if group is not None and len(groups) < 20 * cfg.groups_per_batch:
-                groups.append(group)
-
-    threads = [threading.Thread(target=feed_actor, daemon=True), threading.Thread(target=drain_actor, daemon=True)]
-    for thread in threads:
-        thread.start()
-    while len(groups) < 20 * cfg.groups_per_batch:
-        assert roles.dead(()) is None, roles.obituary(roles.dead(()))
-        time.sleep(0.1)
-    scored = [score(group, verify, lambda ids: tokenizer.decode(ids, skip_special_tokens=True)) for group in groups]
-    cut = [scored[i : i + cfg.groups_per_batch] for i in range(0, len(scored), cfg.groups_per_batch)]
-    batches = [make_step_batches(cfg, 0, part, 1, {})[0] for part in cut]
-
-    start = drained
-
-    def feed_trainer() -> None:
+    trainer = Trainer(cfg, channels.weights.layout, 0, torch.device("cpu"))
+    batches = [channels.batches[0].get() for _ in range(BATCHES)]
+    with path.open("w", buffering=1) as file:
         for step in range(cfg.steps):
-            while going.is_set() and paced.is_set() and drained - start < step * cfg.groups_per_batch:
-                time.sleep(0.005)
-            batch = dataclasses.replace(batches[step % len(batches)], step=step)
-            while going.is_set() and not channels.batches[0].try_put(batch):
-                time.sleep(0.005)
-            if not going.is_set():
-                return
+            metrics = trainer.step(dataclasses.replace(batches[step % BATCHES], step=step))
+            file.write(json.dumps({"time_s": time.monotonic(), "tokens": metrics["tokens"]}) + "\n")
 
-    def watch(seconds: float) -> tuple[list, list]:
-        steps, actor, deadline = [], [], time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            report = channels.reports.try_get(wait_s=0.05)
-            if report is not None:
-                (steps if report.kind == "step" else actor).append((time.monotonic(), report.values))
-        return steps, actor
 
-    threads.append(threading.Thread(target=feed_trainer, daemon=True))
-    threads[-1].start()
-    watch(10)  # warm-up
-    _, actor = watch(seconds)
-    paced.clear()
-    watch(3)
-    steps, _ = watch(seconds / 2)
-    going.clear()
-    roles.stop(5.0, [])
-    os.sched_setaffinity(0, all_cores)
-    for thread in threads:
-        thread.join()
-    (t0, _), (t1, _) = steps[0], steps[-1]
-    first, last = actor[0][1], actor[-1][1]
+def run_apart(cfg: Config) -> None:
+    """Generation and training alone, until killed."""
+    context = multiprocessing.get_context("spawn")
+    places, channels = launch.plan(cfg, sorted(os.sched_getaffinity(0)), []), launch.make_channels(cfg, context)
+    processes = []
+    for target, role in ((generate_alone, "actor-0"), (train_alone, "train-0")):
+        places[role].enter()
+        path = cfg.runs_dir / f"{target.__name__}.jsonl"
+        processes.append(context.Process(target=target, args=(cfg, channels, path), daemon=True))
+        processes[-1].start()
+    multiprocessing.connection.wait([process.sentinel for process in processes])
+
+
+def run_pipeline(cfg: Config) -> None:
+    launch.START = 0.0  # so that `time_s` is the clock of the other files
+    launch.run(cfg)
+
+
+class Processes:
+    """A set of processes that runs in turns."""
+
+    def __init__(self, what: str, folder: Path):
+        command = [sys.executable, __file__, "--run", what, str(folder)]
+        self.what, self.turns = what, []
+        self.leader = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+
+    def signal(self, number: int) -> None:
+        if self.leader.poll() is not None:
+            raise SystemExit(f"bench: {self.what} ended with exit code {self.leader.returncode}")
+        os.killpg(self.leader.pid, number)
+
+    def run(self, seconds: float) -> None:
+        """One turn."""
+        start = time.monotonic()
+        self.signal(signal.SIGCONT)
+        time.sleep(seconds)
+        self.signal(signal.SIGSTOP)
+        self.turns.append((start, time.monotonic()))
+
+    def wait_for(self, path: Path, lines: int) -> None:
+        """Let it run, not counted, until it has written so many lines."""
+        self.signal(signal.SIGCONT)
+        while not path.exists() or len(path.read_text().splitlines()) < lines:
+            self.signal(signal.SIGCONT)
+            time.sleep(0.2)
+        self.signal(signal.SIGSTOP)
+
+    def clock(self, moment: float) -> float:
+        """Seconds of its turns up to a moment."""
+        return sum(max(0.0, min(moment, end) - start) for start, end in self.turns)
+
+    def counted(self, path: Path) -> list[dict]:
+        """The lines written in its turns, with `seconds` since the line before and whether a turn `ended` meanwhile."""
+        text = path.read_text()
+        lines = [json.loads(line) for line in text[: text.rindex("\n")].splitlines()]
+        counted = []
+        for before, line in zip(lines, lines[1:], strict=False):
+            seconds = self.clock(line["time_s"]) - self.clock(before["time_s"])
+            if before["time_s"] > self.turns[0][0]:
+                cut = any(before["time_s"] < end < line["time_s"] for _, end in self.turns)
+                counted.append(line | {"seconds": seconds, "cut": cut})
+        return counted
+
+
+def rate(lines: list[dict]) -> float:
+    return sum(line["tokens"] for line in lines) / sum(line["seconds"] for line in lines)
+
+
+def measure(cfg: Config, turns: int, turn_s: float) -> dict[str, float]:
+    """One round."""
+    files = [cfg.run_dir / "metrics.jsonl", *(cfg.runs_dir / f"{name}_alone.jsonl" for name in ("train", "generate"))]
+    started = []
+    try:
+        for what, path in (("pipeline", files[0]), ("apart", files[1])):
+            started.append(Processes(what, cfg.runs_dir))
+            started[-1].wait_for(path, lines=20)
+        for _ in range(turns):
+            for processes in started:
+                processes.run(turn_s)
+        pipeline, train, generate = (p.counted(path) for p, path in zip([*started, started[1]], files, strict=True))
+    finally:
+        for processes in started:
+            os.killpg(processes.leader.pid, signal.SIGKILL)
+            processes.leader.wait()
+    whole = [line for line in pipeline if not line["cut"]]  # what a stop fell into says nothing of waits
+    seconds = sum(line["seconds"] for line in whole)
+    share = {key: sum(line[key] for line in whole) / seconds for key in ("update_stall_s", "wait_s", "actor_idle_s")}
     return {
-        "train": sum(values["tokens"] for _, values in steps[1:]) / (t1 - t0),
-        "generate": (last["generated_tokens"] - first["generated_tokens"]) / (last["running_s"] - first["running_s"]),
+        "generation alone, tokens/s": rate(generate),
+        "training alone, tokens/s": rate(train),
+        "pipeline, trained tokens/s": rate(pipeline),
+        "**pipeline efficiency**": rate(pipeline) / min(rate(generate), rate(train)),
+        "**stall**, share of wall time": share["update_stall_s"],
+        "swap of the weights, ms": 1000 * statistics.fmean(line["update_stall_s"] for line in whole),
+        "swap ÷ plain memory copy": 1000 * statistics.fmean(line["update_stall_s"] for line in whole) / copy_ms(cfg),
+        "trainer idle, share of wall time": share["wait_s"],
+        "actor idle, share of wall time": share["actor_idle_s"],
+        "mean ESS": statistics.fmean(line["ess"] for line in whole),
     }
 
 
-def pipeline(cfg: Config, warmup: int = 20) -> dict:
-    """The same rates, and the shares of wall time, of the running pipeline after `warmup` steps."""
-    command = [sys.executable, str(ROOT / "bench" / "throughput.py"), "--pipeline", str(cfg.runs_dir), str(cfg.steps)]
-    if os.spawnv(os.P_WAIT, sys.executable, command):
-        raise SystemExit("the pipeline failed")
-    lines = [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()]
-    start, lines = lines[warmup], lines[warmup + 1 :]
-    seconds = lines[-1]["time_s"] - start["time_s"]
-    return {
-        "train": sum(line["tokens"] for line in lines) / seconds,
-        "generate": statistics.fmean(line["generated_tokens_per_s"] for line in lines),
-        "stall": sum(line["update_stall_s"] for line in lines) / seconds,
-        "stall_ms": 1000 * statistics.fmean(line["update_stall_s"] for line in lines),
-        "trainer_idle": sum(line["wait_s"] for line in lines) / seconds,
-        "actor_idle": sum(line["actor_idle_s"] for line in lines) / seconds,
-        "ess": statistics.fmean(line["ess"] for line in lines),
-    }
-
-
-def memory_copy_ms(cfg: Config) -> float:
+def copy_ms(cfg: Config) -> float:
     """A plain copy of the model's weights, one flat tensor, on one thread."""
     import torch
-
-    from config import model_layout
 
     torch.set_num_threads(1)
     size = sum(torch.Size(shape).numel() for shape in model_layout(cfg.model).values())
@@ -179,36 +217,25 @@ def memory_copy_ms(cfg: Config) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=40)
-    parser.add_argument("--pipeline", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=int, default=10, help="of each of the two, a round")
+    parser.add_argument("--turn-s", type=float, default=4.0)
+    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.pipeline:
-        sys.exit(launch.run(bench_config(Path(args.pipeline[0]), int(args.pipeline[1]))))
+    if args.run:
+        what, folder = args.run
+        return (run_pipeline if what == "pipeline" else run_apart)(bench_config(Path(folder)))
 
-    folder = Path(tempfile.mkdtemp())
     rounds = []
     for _ in range(args.rounds):
-        alone = apart(bench_config(folder, 100_000), args.seconds)
-        steps = 25 + int(1.2 * args.seconds * min(alone.values()) / 3500)
-        rounds.append((alone, pipeline(bench_config(folder, steps))))
-    shutil.rmtree(folder)
-
-    def row(name: str, values: list[float], form: str) -> str:
-        low, middle, high = min(values), statistics.median(values), max(values)
-        return f"| {name} | {middle:{form}} | {low:{form}} – {high:{form}} |"
-
-    print(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {args.rounds} rounds of {args.seconds:g} s")
-    print("| | median | range |\n|---|---|---|")
-    print(row("generation alone, tokens/s", [a["generate"] for a, _ in rounds], ".0f"))
-    print(row("training alone, tokens/s", [a["train"] for a, _ in rounds], ".0f"))
-    print(row("pipeline, trained tokens/s", [p["train"] for _, p in rounds], ".0f"))
-    print(row("**pipeline efficiency**", [p["train"] / min(a.values()) for a, p in rounds], ".3f"))
-    print(row("**stall**, share of wall time", [p["stall"] for _, p in rounds], ".2%"))
-    print(row("swap of the weights, ms", [p["stall_ms"] for _, p in rounds], ".2f"))
-    copy_ms = memory_copy_ms(bench_config(folder, 1))
-    print(row("swap ÷ plain memory copy", [p["stall_ms"] / copy_ms for _, p in rounds], ".1f"))
-    print(row("trainer idle, share of wall time", [p["trainer_idle"] for _, p in rounds], ".1%"))
-    print(row("actor idle, share of wall time", [p["actor_idle"] for _, p in rounds], ".1%"))
+        folder = Path(tempfile.mkdtemp())
+        rounds.append(measure(bench_config(folder), args.turns, args.turn_s))
+        shutil.rmtree(folder)
+    about = f"{args.rounds} rounds of {args.turns} turns of {args.turn_s:g} s"
+    print(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {about}\n| | median | range |\n|---|---|---|")
+    for name in rounds[0]:
+        values = sorted(r[name] for r in rounds)
+        form = ".2%" if "share" in name else ".0f" if "tokens/s" in name else ".3f"
+        print(f"| {name} | {statistics.median(values):{form}} | {values[0]:{form}} – {values[-1]:{form}} |")
 
 
 if __name__ == "__main__":
