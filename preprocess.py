@@ -174,21 +174,25 @@ def make_micro_batch(sequences: list[Sequence]) -> MicroBatch:
     if not sequences:
         ids, values = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
         return MicroBatch(ids, ids, ids.bool(), values, ids, values, values, ref_logprobs=None)
-    rows = []
-    for s in sequences:
-        before, ones = len(s.prompt_ids), torch.ones(len(s.rollout.completion_ids))
-        completion = {
-            "mask": ones.bool(),
-            "logprobs": s.rollout.logprobs,
-            "versions": s.rollout.versions,
-            "advantages": s.advantage * ones,
-            "weights": s.weight * ones,
-        }
-        row = {name: torch.cat([values.new_zeros(before), values]) for name, values in completion.items()}
-        row["input_ids"] = torch.cat([s.prompt_ids, s.rollout.completion_ids])
-        row["position_ids"] = torch.arange(len(s))
-        rows.append(row)
-    return MicroBatch(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]}, ref_logprobs=None)
+    lengths = torch.tensor([[len(s.prompt_ids), len(s.rollout.completion_ids)] for s in sequences])  # (S, 2): P, C
+    mask = torch.tensor([False, True]).repeat(len(sequences)).repeat_interleave(lengths.flatten())  # (T,)
+
+    def at_completions(values: list[torch.Tensor] | list[float]) -> torch.Tensor:
+        """(C,) or a number for each sequence -> (T,)"""
+        numbers = isinstance(values[0], float)
+        values = torch.tensor(values).repeat_interleave(lengths[:, 1]) if numbers else torch.cat(values)
+        return values.new_zeros(len(mask)).masked_scatter_(mask, values)
+
+    return MicroBatch(
+        input_ids=torch.cat([ids for s in sequences for ids in (s.prompt_ids, s.rollout.completion_ids)]),
+        position_ids=torch.cat([torch.arange(n) for n in lengths.sum(dim=1).tolist()]),
+        mask=mask,
+        logprobs=at_completions([s.rollout.logprobs for s in sequences]),
+        versions=at_completions([s.rollout.versions for s in sequences]),
+        advantages=at_completions([s.advantage for s in sequences]),
+        weights=at_completions([s.weight for s in sequences]),
+        ref_logprobs=None,
+    )
 
 
 def make_step_batches(cfg: Config, step: int, groups: list[RolloutGroup], ranks: int, metrics: dict) -> list[StepBatch]:
