@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from config import Config
+from config import Config, Start
 from queues import Channels, Prompt, Report, Rollout, RolloutGroup, SharedMemoryWeights
 
 
@@ -244,8 +244,9 @@ class Actor:
         self.channels.reports.try_put(Report("actor", self.totals | values))
 
 
-def main(cfg: Config, channels: Channels, index: int, device: str) -> None:
-    engine = Engine(cfg, seed=(cfg.seed * 1000 + index) % 2**32, device=device)
+def main(cfg: Config, channels: Channels, start: Start, index: int, device: str) -> None:
+    seed = hash((cfg.seed, index, start.step)) % 2**32  # after a resume others than before
+    engine = Engine(cfg, seed=seed, device=device)
     engine.join_weight_channel(channels.weights)
     actor = Actor(cfg, channels, engine, index)
     while not channels.stop.value:

@@ -69,15 +69,17 @@ class TrainConfig:
 
     lr: float = 1e-6  # Learning rate after warm-up.
     warmup_steps: int = 0  # Optimizer steps over which the learning rate rises linearly.
-    # After warm-up the learning rate stays, or falls linearly to 0 at the last step.
-    lr_schedule: Literal["constant", "linear"] = "constant"
+    # After warm-up the learning rate stays, or falls to 0 at the last step.
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     adam_betas: tuple[float, float] = (0.9, 0.95)  # Adam's decay rates.
-    weight_decay: float = 0.0  # Decoupled weight decay.
+    weight_decay: float = 0.0  # Decoupled weight decay, of matrices only (not of norms and biases).
     max_grad_norm: float = 1.0  # Gradients are clipped to this global norm.
     clamp: float = 5.0  # c: importance ratios are clamped to at most this.
     # Every token of the batch weighs the same, or every sequence does.
     normaliser: Literal["token", "sequence"] = "token"
     kl_coef: float = 0.0  # Weight of the KL penalty against the initial model; 0: no reference model is loaded.
+    activation_checkpointing: bool = False  # Keep only each block's input for backward; compute the rest again.
+    compile: bool = False  # Compile the model's blocks (torch.compile).
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,9 @@ class Config:
     name: str = "run"  # The run's folder under `runs_dir`.
     runs_dir: Path = Path("runs")  # Where run folders are made.
     overwrite: bool = False  # Replace a run folder that already holds a run.
+    resume: bool = False  # Go on from the newest checkpoint of the run folder.
+    checkpoint_every: int = 0  # Optimizer steps between checkpoints (there is one at the end as well); 0: none.
+    keep_checkpoints: int = 2  # The newest ones are kept.
     seed: int = 0  # Seeds prompts, sampling and everything else.
     model: Path = Path("model")  # Folder of the initial model, Hugging Face format with safetensors and tokenizer.
     # Training rows: `rows.jsonl`, a line {"prompt": …, "answer": …} each, or `file.py:function`, seed -> such rows.
@@ -125,6 +130,25 @@ class Config:
     @property
     def run_dir(self) -> Path:
         return self.runs_dir / self.name
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts: anew, or where `step` optimizer steps had left it. A group's id is its row in the stream.
+
+    >>> Start(step=2, folder=Path("runs/a/checkpoints/step-2"), next_group=40, unfinished=[37, 39])
+    """
+
+    step: int = 0
+    folder: Path | None = None  # of the checkpoint
+    next_group: int = 0  # no group from here on had started
+    unfinished: list[int] = field(default_factory=list)  # those before that were neither trained nor dropped
+    dropped: dict = field(default_factory=dict)  # counters
+
+
+def checkpoint_folder(cfg: Config, step: int) -> Path:
+    """Where a checkpoint is written; complete, it loses the ending."""
+    return cfg.run_dir / "checkpoints" / f"step-{step}.unfinished"
 
 
 TINY = Path(__file__).parent / "examples" / "tiny"
@@ -230,12 +254,12 @@ def _wrong_values(cfg: Config) -> Iterator[str]:
 
     counts = "actors trainers steps batch_size group_size reward.workers actor.sequences actor.max_prompt_tokens "
     counts += "actor.max_completion_tokens preprocess.max_tokens_per_microbatch preprocess.ready_batches eval.prompts "
-    counts += "actor.kv_cache_gib"
+    counts += "actor.kv_cache_gib keep_checkpoints"
     yield from wrong(counts, "at least 1", lambda value: value >= 1)
     yield from wrong("actor.temperature", "at least 0.01, vLLM's least", lambda value: value >= 0.01)
     positive = "actor.gpu_memory_utilization train.lr train.clamp train.max_grad_norm"
     yield from wrong(positive, "more than 0", lambda value: value > 0)
-    others = "seed max_lag eval.every show_every train.warmup_steps train.kl_coef train.weight_decay"
+    others = "seed max_lag eval.every show_every train.warmup_steps train.kl_coef train.weight_decay checkpoint_every"
     yield from wrong(others, "0 or more", lambda value: value >= 0)
     if cfg.actor.gpu_memory_utilization > 1:
         yield f"actor.gpu_memory_utilization is {cfg.actor.gpu_memory_utilization}: want a share, at most 1"
@@ -288,5 +312,9 @@ def _wrong_sources(cfg: Config) -> Iterator[str]:
         check_row(first, f"first row of {source}")
     if cfg.reward.function != "exact":
         load_function(cfg.reward.function)
-    if cfg.run_dir.is_file() or (cfg.run_dir.is_dir() and any(cfg.run_dir.iterdir()) and not cfg.overwrite):
-        yield f"{cfg.run_dir} already holds a run: give --overwrite to replace it, or another --name"
+    holds_a_run = cfg.run_dir.is_file() or (cfg.run_dir.is_dir() and any(cfg.run_dir.iterdir()))
+    if holds_a_run and not cfg.overwrite and not cfg.resume:
+        choices = "give --overwrite to replace it, --resume to go on with it, or another --name"
+        yield f"{cfg.run_dir} already holds a run: {choices}"
+    if cfg.overwrite and cfg.resume:
+        yield "--overwrite would delete what --resume is to go on with: give one of them"

@@ -10,6 +10,7 @@ emits     runs/<name>/: config.json, metrics.jsonl, rollouts.jsonl, logs/, model
 Exit code 0 when the run is complete, 2 for bad input, 1 when a role failed, 130 or 143 when interrupted (Ctrl-C, TERM).
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -26,7 +27,7 @@ import traceback
 from pathlib import Path
 
 from bench.curve import draw
-from config import PRESETS, Config, ConfigError, check, model_layout
+from config import PRESETS, Config, ConfigError, Start, check, checkpoint_folder, model_layout
 
 START = time.monotonic()
 SHUTDOWN_S = 6.0  # for roles to end by themselves when one has died, the model to be saved; then they are killed
@@ -114,7 +115,7 @@ def make_channels(cfg: Config, context):
     )
 
 
-def run_role(name: str, cfg: Config, channels, place: Place, log: Path, launcher: int) -> None:
+def run_role(name: str, cfg: Config, channels, start: Start, place: Place, log: Path, launcher: int) -> None:
     """First thing in a role's process: die with the launcher, log to a file, then the role's own `main`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher decides
     libc = ctypes.CDLL(None)
@@ -131,7 +132,7 @@ def run_role(name: str, cfg: Config, channels, place: Place, log: Path, launcher
     arguments = {"actor": (int(index or 0), place.device), "train": (int(index or 0), place.device)}
     arguments |= {"preprocess": (place.device,), "reward": ()}
     try:
-        importlib.import_module(role).main(cfg, channels, *arguments[role])
+        importlib.import_module(role).main(cfg, channels, start, *arguments[role])
     except Stopped:
         pass
     except BaseException:
@@ -143,14 +144,14 @@ def run_role(name: str, cfg: Config, channels, place: Place, log: Path, launcher
 class Roles:
     """The processes of a run."""
 
-    def __init__(self, cfg: Config, channels, places: dict[str, Place], context):
+    def __init__(self, cfg: Config, channels, start: Start, places: dict[str, Place], context):
         self.channels, self.logs, self.processes = channels, cfg.run_dir / "logs", {}
-        self.logs.mkdir(parents=True)
+        self.logs.mkdir(parents=True, exist_ok=True)
         all_cores = os.sched_getaffinity(0)
         for name in sorted(places, key=lambda name: not name.startswith("actor")):  # the slowest to start goes first
             place = places[name]
             place.enter()
-            arguments = (name, cfg, channels, place, self.logs / f"{name}.log", os.getpid())
+            arguments = (name, cfg, channels, start, place, self.logs / f"{name}.log", os.getpid())
             self.processes[name] = context.Process(target=run_role, args=arguments, name=name)
             self.processes[name].start()
         os.sched_setaffinity(0, all_cores)
@@ -198,23 +199,26 @@ class Record:
         ("train tok/s", "trained_tokens_per_s", "{:.0f}", 12), ("wait", "wait_s", "{:.2f}s", 8),
     )  # fmt: skip
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, model: dict[str, tuple[int, ...]]):
         from tqdm import tqdm
 
-        self.cfg, self.steps, self.evals = cfg, [], []
+        self.cfg, self.model, self.troubles = cfg, model, 0
+        self.metrics, self.rollouts = cfg.run_dir / "metrics.jsonl", cfg.run_dir / "rollouts.jsonl"
+        self.steps = read_lines(self.metrics)  # those before a resume
+        self.evals = [line for line in self.steps if "eval_version" in line]
+        self.time_before_s = self.steps[-1]["time_s"] if self.steps else 0.0
         self.actors: dict[int, dict] = {}  # index -> its newest totals
         self.totals = dict.fromkeys(("generated_tokens", "update_stall_s", "idle_s", "running_s"), 0)  # all actors'
         self.pending_eval: dict = {}  # joins the line of the next step
         self.held_back: dict | None = None  # the last step's line waits for the last evaluation
-        self.metrics_file = (cfg.run_dir / "metrics.jsonl").open("a", buffering=1)
-        self.rollouts_file = (cfg.run_dir / "rollouts.jsonl").open("a", buffering=1)
-        self.bar = tqdm(total=cfg.steps, unit="step", dynamic_ncols=True, disable=None, desc="starting")
+        options = {"total": cfg.steps, "initial": len(self.steps), "unit": "step", "desc": "starting"}
+        self.bar = tqdm(**options, dynamic_ncols=True, disable=None)
 
     def take(self, kind: str, values: dict) -> None:
         if kind == "actor":
             self.actors[values["actor"]] = values
         elif kind == "rollout":
-            self.rollouts_file.write(json.dumps(values) + "\n")
+            self.append(self.rollouts, values)
             if self.cfg.show_every and (values["step"] - 1) % self.cfg.show_every == 0:
                 self.bar.write(show_rollout(values))
         elif kind == "eval":
@@ -222,14 +226,48 @@ class Record:
             self.pending_eval = values
             if self.held_back and values["eval_version"] == self.cfg.steps:
                 self.close_step()
+        elif kind == "checkpoint":
+            self.complete_checkpoint(**values)
+        elif kind == "trouble":
+            self.trouble(values["what"])
         elif kind == "step":
             self.held_back = self.step_line(values)
             if values["step"] < self.cfg.steps or not self.cfg.eval.every:
                 self.close_step()
 
+    def trouble(self, what: str) -> None:
+        """Something that the run survives, but that its exit code must tell of."""
+        self.troubles += 1
+        self.bar.write(f"launch.py: trouble: {what}")
+
+    def append(self, path: Path, line: dict) -> None:
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            self.trouble(f"a line of {path} was not written: {error}")
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)  # no half line
+
+    def complete_checkpoint(self, step: int, stream: dict) -> None:
+        """All ranks have written theirs: flush what belongs to it, give it its name, delete the oldest."""
+        folder = checkpoint_folder(self.cfg, step)
+        try:
+            (folder / "start.json").write_text(json.dumps({"step": step, "model": self.model} | stream))
+            for path in (self.metrics, self.rollouts, folder / "start.json", folder):
+                flush(path)
+            shutil.rmtree(folder.with_suffix(""), ignore_errors=True)
+            folder.rename(folder.with_suffix(""))
+            flush(folder.parent)
+            for old in checkpoints(self.cfg)[: -self.cfg.keep_checkpoints]:
+                shutil.rmtree(old)
+        except OSError as error:
+            self.trouble(f"the checkpoint of step {step} was not completed: {error}")
+
     def step_line(self, metrics: dict) -> dict:
         """The trainer's metrics with what only the launcher knows: the time, and what the actors did since the last."""
-        now, before = time.monotonic() - START, self.totals
+        now, before = time.monotonic() - START + self.time_before_s, self.totals
         self.totals = {key: sum(actor[key] for actor in self.actors.values()) for key in before}
         done = {key: self.totals[key] - before[key] for key in before}
         last = self.steps[-1] if self.steps else {"time_s": now - metrics["wait_s"] - metrics["train_s"]}
@@ -252,17 +290,18 @@ class Record:
         line = self.held_back | self.pending_eval
         self.held_back, self.pending_eval = None, {}
         self.steps.append(line)
-        self.metrics_file.write(json.dumps(line) + "\n")
+        self.append(self.metrics, line)
         if len(self.steps) % 25 == 1:
             self.bar.write("".join(f"{title:>{width}}" for title, _, _, width in self.COLUMNS))
-        cells = ((form.format(line[key]) if key in line else "", width) for _, key, form, width in self.COLUMNS)
+        known = {key for key, value in line.items() if value is not None}
+        cells = ((form.format(line[key]) if key in known else "", width) for _, key, form, width in self.COLUMNS)
         self.bar.write("".join(f"{cell:>{width}}" for cell, width in cells))
         self.bar.set_description(f"reward {line['reward']:.2f}", refresh=False)
         self.bar.update()
 
     def summary(self, outcome: str) -> str:
         """The run in a few lines."""
-        steps, evals, seconds = self.steps, self.evals, time.monotonic() - START
+        steps, evals, seconds = self.steps, self.evals, time.monotonic() - START + self.time_before_s
         lines = [f"{self.cfg.name}: {outcome} after {len(steps)} of {self.cfg.steps} optimizer steps, {seconds:.0f} s"]
         if evals:
             start, end = (f"{e['eval_accuracy']:.1%} (version {e['eval_version']})" for e in (evals[0], evals[-1]))
@@ -296,13 +335,72 @@ def show_rollout(rollout: dict) -> str:
     return f"  ┌ trained at step {rollout['step']}: {about}\n  └ {text}"
 
 
-def prepare_run_dir(cfg: Config) -> None:
-    if cfg.run_dir.is_dir() and any(cfg.run_dir.iterdir()):
+def read_lines(path: Path) -> list[dict]:
+    """Of a .jsonl file that may not be there; the last line may be half written."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def flush(path: Path) -> None:
+    """To the disk, whatever happens to the machine; a folder's entries, for a folder."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def checkpoints(cfg: Config) -> list[Path]:
+    """Complete ones, the oldest first."""
+    folders = [folder for folder in checkpoint_folder(cfg, 0).parent.glob("step-*") if not folder.suffix]
+    return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
+
+
+def resume(cfg: Config, model: dict[str, tuple[int, ...]]) -> Start:
+    """The newest complete checkpoint; what the run did after it is cut from its files.
+
+    Raises ConfigError if there is none, or it is of a run that this configuration cannot continue.
+    """
+    found = checkpoints(cfg)
+    if not found:
+        raise ConfigError(f"{cfg.run_dir} has no complete checkpoint to resume: begin anew, with --overwrite")
+    before, now = json.loads((cfg.run_dir / "config.json").read_text()), json.loads(as_json(cfg))
+    for key in ("model", "data", "seed", "batch_size", "group_size"):
+        if before[key] != now[key]:
+            raise ConfigError(f"--resume: {key} is {now[key]}, the run has {before[key]}: what it did would not fit")
+    state = json.loads((found[-1] / "start.json").read_text())
+    shapes = {name: tuple(shape) for name, shape in state.pop("model").items()}
+    if changed := [name for name in {**shapes, **model} if shapes.get(name) != model.get(name)]:
+        name, shape, was = changed[0], model.get(changed[0]), shapes.get(changed[0])
+        raise ConfigError(f"--resume: the model in {cfg.model} has changed: {name} is {shape}, the run has {was}")
+    start = Start(folder=found[-1], **state)
+    if start.step >= cfg.steps:
+        raise ConfigError(f"--resume: {cfg.run_dir} is complete after {start.step} steps: give more --steps to go on")
+    for folder in checkpoint_folder(cfg, 0).parent.glob("*.unfinished"):
+        print(f"launch.py: {folder} is half-written and ignored")
+        shutil.rmtree(folder)
+    for path in (cfg.run_dir / "metrics.jsonl", cfg.run_dir / "rollouts.jsonl"):
+        kept = [json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= start.step]
+        path.with_suffix(".cut").write_text("".join(kept))
+        path.with_suffix(".cut").rename(path)
+    (cfg.run_dir / "trainers.rendezvous").unlink(missing_ok=True)
+    print(f"launch.py: going on from {start.folder}")
+    return start
+
+
+def as_json(cfg: Config) -> str:
+    return json.dumps(dataclasses.asdict(cfg), indent=2, default=str) + "\n"
+
+
+def prepare_run_dir(cfg: Config, model: dict[str, tuple[int, ...]]) -> Start:
+    start = resume(cfg, model) if cfg.resume else Start()
+    if cfg.run_dir.is_dir() and any(cfg.run_dir.iterdir()) and not cfg.resume:
         if not (cfg.run_dir / "config.json").is_file():
             raise ConfigError(f"{cfg.run_dir} is not empty and not a run: it is not replaced, choose another --name")
         shutil.rmtree(cfg.run_dir)
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
-    (cfg.run_dir / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=2, default=str) + "\n")
+    (cfg.run_dir / "config.json").write_text(as_json(cfg))
+    return start
 
 
 def drain(reports, record: Record, wait_s: float = 0.0) -> None:
@@ -333,14 +431,15 @@ def gpus() -> list[str]:
 def run(cfg: Config) -> int:
     """A checked configuration -> exit code."""
     places = plan(cfg, sorted(os.sched_getaffinity(0)), [] if cfg.device == "cpu" else gpus())
-    prepare_run_dir(cfg)
+    model = model_layout(cfg.model)
+    start = prepare_run_dir(cfg, model)
     interrupted: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: interrupted.append(number))
     context = multiprocessing.get_context("spawn")
     channels = make_channels(cfg, context)
-    record, dead = Record(cfg), None
-    roles = Roles(cfg, channels, places, context)
+    record, dead = Record(cfg, model), None
+    roles = Roles(cfg, channels, start, places, context)
     os.sched_setaffinity(0, places["preprocess"].cores)
     try:
         dead = supervise(roles, record, interrupted)
@@ -351,9 +450,10 @@ def run(cfg: Config) -> int:
         record.bar.close()
     outcome = f"failed ({dead})" if dead else "interrupted" if interrupted else "complete"
     outcome += "" if (cfg.run_dir / "model").exists() else ", model not saved"
+    outcome += f", {record.troubles} troubles" if record.troubles else ""
     print(record.summary(outcome), *([roles.obituary(dead)] if dead else []), sep="\n")
     draw(cfg.run_dir)
-    return 1 if dead else 128 + interrupted[0] if interrupted else 0
+    return 1 if dead or record.troubles else 128 + interrupted[0] if interrupted else 0
 
 
 def main(argv: list[str]) -> int:

@@ -17,6 +17,7 @@ import functools
 import itertools
 import random
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from config import Config, ConfigError, check_row, load_function, read_jsonl
+from config import Config, ConfigError, Start, check_row, load_function, read_jsonl
 from queues import Channels, MicroBatch, Prompt, Report, Rollout, RolloutGroup, StepBatch
 
 
@@ -50,16 +51,16 @@ def rows(source: str, seed: int) -> Iterator[dict]:
 
 
 def encoded_prompts(source: str, seed: int, encode: Callable[[str], list[int]], max_tokens: int, dropped: Counter):
-    """(prompt token ids, row) without end; prompts over `max_tokens` are skipped and counted.
+    """(row number, prompt token ids, row) without end; prompts over `max_tokens` are skipped and counted.
 
     Raises ConfigError if 1,000 prompts in a row are too long.
     """
     skipped = 0
-    for row in rows(source, seed):
+    for number, row in enumerate(rows(source, seed)):
         prompt_ids = encode(row["prompt"])
         if 0 < len(prompt_ids) <= max_tokens:
             skipped = 0
-            yield torch.tensor(prompt_ids), row
+            yield number, torch.tensor(prompt_ids), row
             continue
         dropped["prompt_too_long"] += 1
         skipped += 1
@@ -80,9 +81,9 @@ class Admission:
     makes room. No deadlock: once the trainer has caught up, v is the next step and at least n groups may start.
     """
 
-    def __init__(self, groups_per_batch: int, max_lag: int | None, in_order: bool = False):
+    def __init__(self, groups_per_batch: int, max_lag: int | None, in_order: bool = False, next_step: int = 0):
         self.n, self.max_lag, self.in_order = groups_per_batch, float("inf") if max_lag is None else max_lag, in_order
-        self.next_step = 0
+        self.next_step = next_step
         self.deadlines: dict[int, float] = {}  # outstanding groups: started, neither trained nor dropped
 
     def may_start(self, version: int) -> bool:
@@ -195,7 +196,9 @@ def make_micro_batch(sequences: list[Sequence]) -> MicroBatch:
     )
 
 
-def make_step_batches(cfg: Config, step: int, groups: list[RolloutGroup], ranks: int, metrics: dict) -> list[StepBatch]:
+def make_step_batches(
+    cfg: Config, step: int, groups: list[RolloutGroup], ranks: int, metrics: dict, stream: dict | None = None
+) -> list[StepBatch]:
     """One optimizer step's groups -> a StepBatch for every trainer rank, with the normalisers of the whole step."""
     sequences = []
     for group in groups:
@@ -212,6 +215,7 @@ def make_step_batches(cfg: Config, step: int, groups: list[RolloutGroup], ranks:
             micro_batches=[make_micro_batch([sequences[i] for i in micro_batch]) for micro_batch in micro_batches],
             normaliser=normaliser,
             metrics=metrics,
+            stream=stream or {},
         )
         for micro_batches in dealt
     ]
@@ -236,23 +240,26 @@ def batch_metrics(groups: list[RolloutGroup], dropped_rewards: list[float]) -> d
 class Preprocessor:
     """Issues prompts, takes scored groups, sends batches, and asks for evaluations."""
 
-    def __init__(self, cfg: Config, channels: Channels, tokenizer, add_ref_logprobs: Callable):
-        self.cfg, self.channels, self.tokenizer, self.add_ref_logprobs = cfg, channels, tokenizer, add_ref_logprobs
-        self.admission = Admission(cfg.groups_per_batch, cfg.max_lag, cfg.preprocess.order == "started")
+    def __init__(self, cfg: Config, channels: Channels, start: Start, tokenizer, add_ref_logprobs: Callable):
+        self.cfg, self.channels, self.start = cfg, channels, start
+        self.tokenizer, self.add_ref_logprobs = tokenizer, add_ref_logprobs
+        in_order = cfg.preprocess.order == "started"
+        self.admission = Admission(cfg.groups_per_batch, cfg.max_lag, in_order, start.step)
         self.dropped = Counter(zero_variance=0, prompt_too_long=0)
         prompts = functools.partial(
             encoded_prompts, seed=cfg.seed, encode=tokenizer.encode, max_tokens=cfg.actor.max_prompt_tokens
         )
-        self.prompts = prompts(cfg.data, dropped=self.dropped)
+        stream, unfinished = prompts(cfg.data, dropped=self.dropped), set(start.unfinished)
+        self.prompts = (p for p in stream if p[0] >= start.next_group or p[0] in unfinished)
         self.next_prompt = next(self.prompts)
-        self.issued = 0  # groups
+        self.dropped["zero_variance"] = start.dropped.get("zero_variance", 0)
         self.finished: dict[int, RolloutGroup] = {}  # scored groups that wait for a batch, in the order they came
         self.dropped_in_a_row = 0
         self.dropped_rewards: list[float] = []  # of the samples of groups dropped since the last batch
-        self.eval_prompts: list[tuple[torch.Tensor, dict]] = []
+        self.eval_prompts: list[tuple[int, torch.Tensor, dict]] = []
         if cfg.eval.every:
             self.eval_prompts = list(itertools.islice(prompts(cfg.eval.data, dropped=Counter()), cfg.eval.prompts))
-        self.next_eval = 0  # version
+        self.next_eval = min(-(-start.step // max(1, cfg.eval.every)) * cfg.eval.every, cfg.steps)  # version
         self.eval_rollouts: list[Rollout] | None = None  # of the running evaluation
 
     @property
@@ -264,15 +271,14 @@ class Preprocessor:
     def issue_prompts(self) -> None:
         """Start groups while admission and the trainer's backlog allow and the actors' queue has room."""
         cfg, version = self.cfg, self.channels.weights.version
-        needed = cfg.steps * cfg.groups_per_batch + self.dropped["zero_variance"]
         if self.admission.next_step - version >= cfg.preprocess.ready_batches:
             return
-        while self.issued < needed and self.admission.may_start(version):
-            prompt_ids, row = self.next_prompt
-            if not self.channels.prompts.try_put(Prompt(self.issued, version, cfg.group_size, prompt_ids, row)):
+        needed = (cfg.steps - self.admission.next_step) * cfg.groups_per_batch
+        while len(self.admission.deadlines) < needed and self.admission.may_start(version):
+            group_id, prompt_ids, row = self.next_prompt
+            if not self.channels.prompts.try_put(Prompt(group_id, version, cfg.group_size, prompt_ids, row)):
                 return
-            self.admission.start(self.issued, version)
-            self.issued += 1
+            self.admission.start(group_id, version)
             self.next_prompt = next(self.prompts)
 
     def issue_eval(self) -> None:
@@ -281,7 +287,7 @@ class Preprocessor:
         if not self.eval_prompts or self.eval_rollouts is not None or version < self.next_eval:
             return
         self.eval_rollouts = []
-        for i, (prompt_ids, row) in enumerate(self.eval_prompts):
+        for i, (_, prompt_ids, row) in enumerate(self.eval_prompts):
             self.channels.eval_prompts.put(Prompt(-1 - i, version, 1, prompt_ids, row))
         upcoming = (version // self.cfg.eval.every + 1) * self.cfg.eval.every
         self.next_eval = upcoming if version == self.cfg.steps else min(upcoming, self.cfg.steps)
@@ -325,13 +331,23 @@ class Preprocessor:
                 return
             groups = [self.finished.pop(group_id) for group_id in group_ids]
             metrics = batch_metrics(groups, self.dropped_rewards) | {"queue_rollouts": len(self.channels.rollouts)}
-            metrics |= {f"dropped_{reason}": n for reason, n in self.dropped.items()}
+            metrics |= {f"dropped_{reason}": n for reason, n in self.dropped.items()} | {"group_ids": group_ids}
             self.dropped_rewards = []
-            batches = make_step_batches(self.cfg, step, groups, self.cfg.trainers, metrics)
+            batches = make_step_batches(self.cfg, step, groups, self.cfg.trainers, metrics, self.stream_position())
             self.report_rollout(step, groups[0])
             for queue, batch in reversed(list(zip(self.channels.batches, batches, strict=True))):
                 micro_batches = [self.add_ref_logprobs(micro_batch) for micro_batch in batch.micro_batches]
                 queue.put(dataclasses.replace(batch, micro_batches=micro_batches))
+
+    def stream_position(self) -> dict:
+        """What a `Start` after the batch that leaves now has to know."""
+        next_row = self.next_prompt[0]
+        not_yet_again = {group_id for group_id in self.start.unfinished if group_id >= next_row}
+        return {
+            "next_group": max(self.start.next_group, next_row),
+            "unfinished": sorted(not_yet_again | set(self.admission.deadlines)),
+            "dropped": dict(self.dropped),
+        }
 
     def report_rollout(self, step: int, group: RolloutGroup) -> None:
         """One sample of the step, for rollouts.jsonl and for the reader of the screen."""
@@ -354,13 +370,13 @@ def reference(cfg: Config, device: torch.device) -> Callable[[MicroBatch], Micro
     """A function that adds the initial model's log-probs to a micro-batch; without a KL penalty it adds nothing."""
     if not cfg.train.kl_coef:
         return lambda micro_batch: micro_batch
-    from train import load_policy, to_device, token_logprobs
+    from train import load_policy, to_device
 
-    model = load_policy(cfg.model, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+    policy = load_policy(cfg.model, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
 
     @torch.no_grad()
     def add_ref_logprobs(micro_batch: MicroBatch) -> MicroBatch:
-        logprobs, _ = token_logprobs(model, to_device(micro_batch, device), cfg.actor.temperature)
+        logprobs, _ = policy(to_device(micro_batch, device), cfg.actor.temperature)
         ref_logprobs = torch.zeros_like(micro_batch.logprobs)
         ref_logprobs[micro_batch.mask] = logprobs.cpu()
         return dataclasses.replace(micro_batch, ref_logprobs=ref_logprobs)
@@ -368,11 +384,13 @@ def reference(cfg: Config, device: torch.device) -> Callable[[MicroBatch], Micro
     return add_ref_logprobs
 
 
-def main(cfg: Config, channels: Channels, device_name: str) -> None:
+def main(cfg: Config, channels: Channels, start: Start, device_name: str) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(cfg.model)
-    preprocessor = Preprocessor(cfg, channels, tokenizer, reference(cfg, torch.device(device_name)))
+    preprocessor = Preprocessor(cfg, channels, start, tokenizer, reference(cfg, torch.device(device_name)))
+    while channels.weights.version < start.step and not channels.stop.value:
+        time.sleep(0.01)  # the trainer publishes the checkpoint's weights first
     while not preprocessor.done:
         if channels.stop.value:
             return

@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import safetensors
@@ -117,11 +117,13 @@ class StepBatch:
     micro_batches: list[MicroBatch]  # the same number on every rank
     normaliser: int  # Σ weights over the whole batch
     metrics: dict  # what the preprocessor knows of the step: reward, lengths, drops, ...
+    stream: dict = field(default_factory=dict)  # where the prompt stream stands after it, for a checkpoint (`Start`)
 
 
 @dataclass(frozen=True)
 class Report:
-    """Something for the launcher to show or write: `kind` is "step", "actor", "eval" or "rollout"."""
+    """Something for the launcher to show or write: `kind` is "step", "actor", "eval", "rollout",
+    "checkpoint" or "trouble"."""
 
     kind: str
     values: dict
@@ -234,7 +236,8 @@ class SharedMemoryQueue:
 
     def put(self, message: Any, timeout_s: float = float("inf")) -> None:
         data = self._fit(encode(message))
-        self._wait(self._free, timeout_s, f"room in the queue of {self.name} ({self.slots} slots)")
+        if not self._free.acquire(block=False):
+            self._wait(self._free, timeout_s, f"room in the queue of {self.name} ({self.slots} slots)")
         self._write(data)
 
     def get(self, timeout_s: float = float("inf")) -> Any:

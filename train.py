@@ -1,13 +1,14 @@
 """Train: importance-weighted REINFORCE on mixed-policy sequences; every optimizer step's weights are published at once.
 
 consumes  batches: `StepBatch`, this rank's packed micro-batches of one optimizer step
-emits     weights: version v after v steps, to the weight channel; a "step" report; the final model on disk
+emits     weights: version v after v steps, to the weight channel; a "step" report; checkpoints; the final model
 
-    for step in range(steps):
+    for step in range(start, steps):
         batch = batches.get()
         for micro_batch in batch: backward(policy_loss(π(micro_batch), μ, advantages) / normaliser)
         clip, optimizer.step()
         publish(version = step + 1)          # waits for nobody: actors load it in the middle of their sequences
+        now and then: checkpoint             # written in the background
 
 As in the paper (section 2): ratio clamped from above only, no gradient through it, no value network. Unlike it: a KL
 penalty is optional and off. Several ranks share the model by FSDP2; one rank on a CPU is the same code unsharded.
@@ -15,44 +16,62 @@ penalty is optional and off. Several ranks share the model by FSDP2; one rank on
 
 import contextlib
 import datetime
+import functools
+import math
 import os
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from config import Config
-from queues import Channels, MicroBatch, Report, StepBatch, Stopped
+from config import Config, Start, checkpoint_folder
+from queues import Channels, MicroBatch, Report, SharedMemoryQueue, SharedMemoryWeights, StepBatch, Stopped
 
-# T tokens in a packed micro-batch, C of them completion tokens that enter the loss, V entries in the vocabulary.
+SAVE_ERRORS = (OSError, CheckpointException, SafetensorError)  # of a disk that is full or read-only
+
+# T tokens in a packed micro-batch, S sequences, C completion tokens that enter the loss, V entries in the vocabulary,
+# D the width of the model.
 
 
-def sequence_attention(module, query, key, value, attention_mask, scaling, position_ids=None, **_):
-    """Causal attention inside each sequence of a packed row: transformers' attention interface, SDPA underneath.
+def sequence_attention(module, query, key, value, attention_mask, scaling, cu_seq_lens_q=None, max_length_q=None, **_):
+    """Causal attention inside each sequence of a packed row: transformers' attention interface.
 
-    query (1, H, T, D), key and value (1, H_kv, T, D) -> (1, T, H, D). Sequences begin where `position_ids` (1, T) is 0.
-    They become the S rows of a batch padded to the longest, L: S · L² work and torch's flash kernels, where the way of
-    transformers, a dense mask, is T² (and takes twice as long for a whole step of `tiny`).
+    query (1, H, T, D), key and value (1, H_kv, T, D) -> (1, T, H, D). Sequence s is at cu_seq_lens_q[s:s+2]. In half
+    precision on a GPU: torch's flash kernels for ragged rows. Otherwise sequences become the S rows of a batch padded
+    to the longest, L: S · L² work, where the way of transformers, a dense mask, is T² (a whole step of `tiny` takes
+    twice as long with it).
     """
-    T = query.shape[2]
-    starts = (position_ids[0] == 0).nonzero().squeeze(1)  # (S,)
-    lengths = torch.diff(starts, append=starts.new_tensor([T]))  # (S,)
-    offsets = torch.arange(int(lengths.max()), device=starts.device)  # (L,)
+    grouped = query.shape[1] != key.shape[1]
+    if query.is_cuda and query.dtype != torch.float32:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
+        ends, longest = cu_seq_lens_q, max_length_q
+        out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=grouped)
+        return out[None], None
+    lengths = cu_seq_lens_q.diff()  # (S,)
+    offsets = torch.arange(max_length_q, device=query.device)  # (L,)
     real = offsets < lengths[:, None]  # (S, L)
-    index = (starts[:, None] + offsets).clamp(max=T - 1).flatten()  # past its end a row reads its neighbour, unused
+    # Past its end a row reads its neighbour, unused.
+    index = (cu_seq_lens_q[:-1, None] + offsets).clamp(max=query.shape[2] - 1).flatten()
 
     def rows(x: torch.Tensor) -> torch.Tensor:  # (1, H, T, D) -> (S, H, L, D)
         return x[0].index_select(1, index).unflatten(1, real.shape).transpose(0, 1)
 
     out = torch.nn.functional.scaled_dot_product_attention(
-        rows(query), rows(key), rows(value), is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        rows(query), rows(key), rows(value), is_causal=True, scale=scaling, enable_gqa=grouped
     )  # (S, H, L, D)
     return out.transpose(1, 2)[real][None], None
 
@@ -60,36 +79,93 @@ def sequence_attention(module, query, key, value, attention_mask, scaling, posit
 AttentionInterface.register("sequence", sequence_attention)
 
 
-def load_policy(folder: Path, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """A causal language model that takes packed rows. Not in training mode: dropout would make π another policy than
-    the one the engine samples from."""
+class HeadLogprobs(torch.autograd.Function):
+    """Log-probs of `targets` under softmax(hidden @ weight.T / temperature), without ever holding (C, V) numbers.
+
+    hidden (C, D), weight (V, D), targets (C,) -> log-probs and, without gradient, entropies: both (C,) float32. Tokens
+    go through the head in chunks, and backward computes the logits of a chunk again: one more product beside the other
+    three, and 1/13 of the memory at V = 151,936 (bench/head.py).
+    """
+
+    LOGITS = 2**26  # of a chunk
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature):
+        chunk, parts = max(1, HeadLogprobs.LOGITS // len(weight)), []
+        for h, target in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+            logits = (h @ weight.T).float().div_(temperature)  # (chunk, V)
+            chosen, norm = logits.gather(-1, target[:, None]).squeeze(-1), logits.logsumexp(-1)
+            entropy = norm - torch.linalg.vecdot((logits - norm[:, None]).exp_(), logits)
+            parts.append((chosen - norm, entropy, norm))
+        logprobs, entropy, norm = map(torch.cat, zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, targets, norm)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        hidden, weight, targets, norm = ctx.saved_tensors
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        chunk = max(1, HeadLogprobs.LOGITS // len(weight))
+        chunks = (x.split(chunk) for x in (hidden, targets, norm, grad, grad_hidden))
+        for h, target, n, g, grad_h in zip(*chunks, strict=True):
+            d = (h @ weight.T).float().div_(ctx.temperature).sub_(n[:, None]).exp_()  # softmax, (chunk, V)
+            g = g[:, None] / ctx.temperature
+            d = d.mul_(-g).scatter_add_(1, target[:, None], g).to(weight.dtype)  # (onehot(target) - softmax) · g
+            torch.mm(d, weight, out=grad_h)
+            grad_weight.addmm_(d.T, h)
+        return grad_hidden, grad_weight, None, None
+
+
+class Policy(torch.nn.Module):
+    """A causal language model of transformers that says how likely the tokens of a packed row are."""
+
+    def __init__(self, lm: torch.nn.Module):
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, micro_batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability and entropy of the masked tokens at the sampler's temperature, both (C,) float32.
+
+        The hidden state at t - 1 predicts token t; a masked token is never the first of its sequence, so t - 1 is in
+        the same one.
+        """
+        index = micro_batch.mask.nonzero().squeeze(1)  # (C,)
+        starts = (micro_batch.position_ids == 0).nonzero().squeeze(1)  # (S,)
+        ends = torch.cat([starts, starts.new_tensor([len(micro_batch.mask)])])  # (S + 1,)
+        hidden = self.lm.base_model(
+            input_ids=micro_batch.input_ids[None],
+            position_ids=micro_batch.position_ids[None],
+            use_cache=False,
+            cu_seq_lens_q=ends.int(),
+            max_length_q=int(ends.diff().max()),
+        ).last_hidden_state[0]  # (T, D)
+        head = self.lm.get_output_embeddings()
+        return HeadLogprobs.apply(hidden[index - 1], head.weight, micro_batch.input_ids[index], temperature)
+
+
+def load_policy(folder: Path, dtype: torch.dtype, device: torch.device) -> Policy:
+    """Not in training mode: dropout would make π another policy than the one the engine samples from.
+
+    Raises ValueError for a model that does more to its logits than its head (scales or caps them).
+    """
     config = AutoConfig.from_pretrained(folder)
     full_attention = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
     attention = "sequence" if full_attention and getattr(config, "sliding_window", None) is None else "sdpa"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
-    return model.eval().to(device)
-
-
-def token_logprobs(
-    model: torch.nn.Module, micro_batch: MicroBatch, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy of the masked tokens under `model` at the sampler's temperature, both (C,) float32.
-
-    The logits at t - 1 predict token t; a masked token is never the first of its sequence, so t - 1 is in the same one.
-    The head runs on those C positions only.
-    """
-    index = micro_batch.mask.nonzero().squeeze(1)  # (C,)
-    logits = model(
-        input_ids=micro_batch.input_ids[None],
-        position_ids=micro_batch.position_ids[None],
-        logits_to_keep=index - 1,
-        use_cache=False,
-    ).logits[0]  # (C, V)
-    log_softmax = torch.log_softmax(logits.float() / temperature, dim=-1)  # (C, V)
-    logprobs = log_softmax.gather(1, micro_batch.input_ids[index, None]).squeeze(1)  # (C,)
+    policy = Policy(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval())
+    ids, zeros = torch.arange(8), torch.zeros(8)
     with torch.no_grad():
-        entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)  # (C,)
-    return logprobs, entropy
+        logprobs, _ = policy(MicroBatch(ids, ids, ids > 0, zeros, ids, zeros, zeros, None), 1.0)
+        # Through transformers' own attention, its own head and whatever comes after it.
+        policy.lm.set_attn_implementation("sdpa")
+        logits = policy.lm(input_ids=ids[None]).logits[0, :-1].float()
+        policy.lm.set_attn_implementation(attention)
+    if not torch.allclose(logprobs, logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1), atol=0.05):
+        raise ValueError(
+            f"{folder}: the logits of this model are not its output head's alone; it cannot be trained here"
+        )
+    return policy.to(device)
 
 
 def policy_loss(
@@ -146,69 +222,140 @@ def step_metrics(
 
 
 def learning_rate(cfg: Config, step: int) -> float:
-    """Of the optimizer step taken after `step` others: linear warm-up, then constant or linear to 0 after the last."""
-    left = 1.0 if cfg.train.lr_schedule == "constant" else 1 - step / cfg.steps
+    """Of the optimizer step taken after `step` others: linear warm-up, then the schedule, 0 after the last step."""
+    done = step / cfg.steps
+    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[cfg.train.lr_schedule]
     return cfg.train.lr * min(left, (step + 1) / max(1, cfg.train.warmup_steps))
+
+
+def training_flops(lm: torch.nn.Module, micro_batches: list[MicroBatch]) -> float:
+    """Floating-point operations that forward and backward of these micro-batches take, by the model's definition.
+
+        6 · (N · T  +  V · D · C  +  layers · heads · D_head · Σ S²)
+
+    Two for each multiply-add, once forward and twice backward (PaLM, arXiv 2204.02311, appendix B). N: weights of the
+    blocks, met by all T tokens; V · D: the head, met by the C completion tokens; causal attention inside sequences of
+    length S has S²/2 pairs of tokens, each met twice. Recomputation (checkpointed blocks, the head's backward) is left
+    out: it is not the model's.
+    """
+    config, embedding, head = lm.config, lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
+    outside = {id(embedding), id(head)}
+    blocks = sum(p.numel() for p in lm.parameters() if p.ndim > 1 and id(p) not in outside)
+    tokens = sum(len(m.mask) for m in micro_batches)
+    completion_tokens = sum(int(m.mask.sum()) for m in micro_batches)
+    starts = [(m.position_ids == 0).nonzero().squeeze(1) for m in micro_batches]
+    ends = [torch.cat([start, start.new_tensor([len(m.mask)])]) for start, m in zip(starts, micro_batches, strict=True)]
+    pairs = sum(float((e.diff().double() ** 2).sum()) for e in ends)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = config.num_hidden_layers * config.num_attention_heads * head_dim * pairs
+    return 6.0 * (blocks * tokens + head.numel() * completion_tokens + attention)
+
+
+def matmul_flops_per_s(device: torch.device) -> float:
+    """What a large square product reaches here: bfloat16 on a GPU, float32 on a CPU. The best of a few."""
+    n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1536, torch.float32)
+    a, best = torch.randn(n, n, dtype=dtype, device=device), math.inf
+    for _ in range(6):
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()  # waits for the product
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best
 
 
 class Trainer:
     """The model, its optimizer and one rank's share of both."""
 
     def __init__(self, cfg: Config, layout: dict[str, tuple[int, ...]], rank: int, device: torch.device):
-        self.cfg, self.rank, self.device = cfg, rank, device
+        self.cfg, self.rank, self.device, self.layout = cfg, rank, device, layout
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.model = load_policy(cfg.model, torch.float32, device)
-        if self.world_size > 1 or device.type == "cuda":
-            self._shard()
-        self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        self.layout = layout
+        self.peak_flops_per_s = matmul_flops_per_s(device)
+        self.policy = load_policy(cfg.model, torch.float32, device)
+        self._prepare_blocks()
+        self.parameters = dict(self.policy.lm.named_parameters(remove_duplicate=False))
         travelling = {id(self.parameters.get(name)) for name in layout}  # a tied head travels as the embedding
         lost = [name for name, parameter in self.parameters.items() if id(parameter) not in travelling]
         unknown = sorted(set(layout) - set(self.parameters))
         if lost or unknown:
             raise ValueError(f"model and checkpoint disagree: {lost[:5]} not in the files, {unknown[:5]} only there")
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=cfg.train.lr, betas=cfg.train.adam_betas, weight_decay=cfg.train.weight_decay
-        )
+        matrices = [p for p in self.policy.parameters() if p.ndim > 1]
+        vectors = [p for p in self.policy.parameters() if p.ndim <= 1]  # norms and biases do not decay
+        decay = cfg.train.weight_decay
+        groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=cfg.train.lr, betas=cfg.train.adam_betas, fused=True)
+        self.skipped_steps = 0
+        self.checkpoint_group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.checkpoint_in_writing: tuple[dict, Future] | None = None  # what to report of it, and whether it is written
 
-    def _shard(self) -> None:
-        """FSDP2, a block at a time, then the rest; on GPUs bf16 compute over fp32 master weights."""
-        on_gpu = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        policy = on_gpu if self.device.type == "cuda" else MixedPrecisionPolicy()
-        mesh = init_device_mesh(self.device.type, (self.world_size,))
-        for module in self.model.modules():
-            if type(module).__name__ in self.model._no_split_modules:
-                fully_shard(module, mesh=mesh, mp_policy=policy)
-        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+    def _prepare_blocks(self) -> None:
+        """Per block and then for the rest: activation checkpointing, torch.compile, FSDP2; all in place, names stay.
+
+        Master weights and the optimizer's state are float32 everywhere; GPUs compute in bfloat16.
+        """
+        on_gpu = self.device.type == "cuda"
+        shard = self.world_size > 1 or on_gpu
+        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options = {"mp_policy": half if on_gpu else MixedPrecisionPolicy()}
+        if shard:
+            options["mesh"] = init_device_mesh(self.device.type, (self.world_size,))
+        for block in self.policy.modules():
+            if type(block).__name__ not in self.policy.lm._no_split_modules:
+                continue
+            if self.cfg.train.activation_checkpointing:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            if self.cfg.train.compile:
+                block.compile(dynamic=True)
+            if shard:
+                fully_shard(block, **options)
+        if shard:
+            fully_shard(self.policy, **options)
 
     def backward(self, batch: StepBatch) -> dict:
         """Gradient of the whole batch's loss, over micro-batches and ranks; returns the step's metrics."""
-        cfg, total_loss, tokens = self.cfg.train, 0.0, []
+        cfg, total_loss, tokens = self.cfg.train, torch.zeros((), device=self.device), []
         for micro_batch in batch.micro_batches:
             micro_batch = to_device(micro_batch, self.device)
-            logprobs, entropy = token_logprobs(self.model, micro_batch, self.cfg.actor.temperature)
+            logprobs, entropy = self.policy(micro_batch, self.cfg.actor.temperature)
             loss, ratio = policy_loss(logprobs, micro_batch, cfg.clamp, cfg.kl_coef)
             loss = loss / max(batch.normaliser, 1e-8)
             (loss * self.world_size).backward()  # FSDP averages gradients over ranks; the loss is already global
-            total_loss += loss.item()
+            total_loss += loss.detach()
             tokens.append((ratio, entropy, batch.step - micro_batch.versions[micro_batch.mask]))
-        return step_metrics(total_loss, *map(torch.cat, zip(*tokens, strict=True)), cfg.clamp, self.device)
+        return step_metrics(total_loss.item(), *map(torch.cat, zip(*tokens, strict=True)), cfg.clamp, self.device)
 
     def step(self, batch: StepBatch) -> dict:
-        """One optimizer step. Returns its metrics, the same on every rank."""
-        lr = learning_rate(self.cfg, batch.step)
+        """One optimizer step, skipped and counted if its gradient is not finite. Returns the metrics of the step."""
+        start, lr = time.monotonic(), learning_rate(self.cfg, batch.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         metrics = self.backward(batch)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.train.max_grad_norm)
-        self.optimizer.step()
+        grad_norm = full(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.cfg.train.max_grad_norm)).item()
+        if math.isfinite(grad_norm):
+            self.optimizer.step()
+        self.skipped_steps += not math.isfinite(grad_norm)
         self.optimizer.zero_grad()
-        return metrics | {"grad_norm": float(full(grad_norm)), "lr": lr}
+        seconds = time.monotonic() - start
+        metrics |= {
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "skipped_steps": self.skipped_steps,
+            "train_s": seconds,
+            "rank_tokens_per_s": sum(len(m.mask) for m in batch.micro_batches) / seconds,
+            "mfu": training_flops(self.policy.lm, batch.micro_batches) / seconds / self.peak_flops_per_s,
+        }
+        return {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # JSON has no infinity
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
         """Every travelling weight, whole, one at a time. A collective: all ranks iterate together."""
         for name in self.layout:
-            yield name, full(self.parameters[name].detach())
+            yield name, full(self.parameters[name].detach().to(dtype))
+
+    def publish(self, channel: SharedMemoryWeights, version: int) -> None:
+        """A collective: weights are cast to the engine's dtype, then gathered and written one at a time."""
+        weights = self.weights(getattr(torch, self.cfg.actor.dtype))
+        if self.rank == 0:
+            channel.publish(version, weights)
+        for _ in weights:  # the other ranks only take part
+            pass
 
     def save(self, folder: Path) -> None:
         """Write the model in Hugging Face format, beside `folder` first. A collective."""
@@ -217,12 +364,51 @@ class Trainer:
             return
         unfinished = folder.with_name(folder.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        self.model.save_pretrained(unfinished, state_dict=state)
+        self.policy.lm.save_pretrained(unfinished, state_dict=state)
         for path in self.cfg.model.iterdir():  # the tokenizer and whatever else belongs to the model
             if path.is_file() and "safetensors" not in path.name and not (unfinished / path.name).exists():
                 shutil.copy(path, unfinished)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
+
+    def state(self) -> dict:
+        """What a checkpoint holds, under names that do not depend on the number of ranks. A collective."""
+        model, optimizer = get_state_dict(self.policy, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "random": torch.get_rng_state(), "skipped": self.skipped_steps}
+
+    def write_checkpoint(self, batch: StepBatch, reports: SharedMemoryQueue | None) -> None:
+        """Of the moment after this batch's step: the state is copied, then written in the background. A collective."""
+        self.report_checkpoint(reports, wait=True)
+        folder, alone = checkpoint_folder(self.cfg, batch.step + 1), not dist.is_initialized()
+        written = dcp.async_save(self.state(), checkpoint_id=folder, process_group=self.checkpoint_group, no_dist=alone)
+        self.checkpoint_in_writing = {"step": batch.step + 1, "stream": batch.stream}, written
+
+    def report_checkpoint(self, reports: SharedMemoryQueue | None, wait: bool) -> None:
+        """Whether the checkpoint in writing is complete, once that is known: the launcher gives it its name then."""
+        if self.checkpoint_in_writing is None or not (wait or self.checkpoint_in_writing[1].done()):
+            return
+        values, written = self.checkpoint_in_writing
+        self.checkpoint_in_writing, report = None, Report("checkpoint", values)
+        try:
+            written.result()
+        except SAVE_ERRORS as error:
+            what = f"the checkpoint of step {values['step']} was not written: {str(error).strip().splitlines()[-1]}"
+            report = Report("trouble", {"what": what})
+        if reports is not None:  # an empty queue is false
+            reports.try_put(report)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Written by any number of ranks. The optimizer's settings stay those of this run's configuration."""
+        state = self.state()
+        settings = [{k: group[k] for k in ("betas", "weight_decay")} for group in self.optimizer.param_groups]
+        dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        set_state_dict(
+            self.policy, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group |= own
+        torch.set_rng_state(state["random"])
+        self.skipped_steps = state["skipped"]
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -242,7 +428,7 @@ def init_process_group(cfg: Config, rank: int, device: torch.device) -> None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         init_method=f"file://{(cfg.run_dir / 'trainers.rendezvous').resolve()}",
         rank=rank,
         world_size=cfg.trainers,
@@ -269,30 +455,39 @@ def next_batch(channels: Channels, rank: int, device: torch.device) -> StepBatch
     return batch
 
 
-def main(cfg: Config, channels: Channels, rank: int, device_name: str) -> None:
+def main(cfg: Config, channels: Channels, start: Start, rank: int, device_name: str) -> None:
     device = torch.device(device_name)
     torch.manual_seed(cfg.seed)
     init_process_group(cfg, rank, device)
     trainer = Trainer(cfg, channels.weights.layout, rank, device)
-    for step in range(cfg.steps):
-        start = time.monotonic()
-        batch = next_batch(channels, rank, device)
-        if batch is None:
+    if start.folder:
+        trainer.load_checkpoint(start.folder)
+        trainer.publish(channels.weights, start.step)
+    reports, batch = channels.reports if rank == 0 else None, None
+    for step in range(start.step, cfg.steps):
+        began = time.monotonic()
+        following = next_batch(channels, rank, device)
+        if following is None:
             break
-        waited = time.monotonic()
+        batch, waited = following, time.monotonic()
         assert batch.step == step, f"batch of step {batch.step} arrived at step {step}"
         metrics = trainer.step(batch)
         stepped = time.monotonic()
-        if rank == 0:
-            channels.weights.publish(step + 1, trainer.weights())
-        else:
-            for _ in trainer.weights():
-                pass
+        trainer.publish(channels.weights, step + 1)
         metrics |= {"step": step + 1, "version": step + 1, "queue_batches": len(channels.batches[0])}
-        metrics |= {"wait_s": waited - start, "train_s": stepped - waited, "publish_s": time.monotonic() - stepped}
-        if rank == 0:
+        metrics |= {"wait_s": waited - began, "publish_s": time.monotonic() - stepped}
+        if reports is not None:
             with contextlib.suppress(Stopped):  # then there is no next batch, and the model is saved
-                channels.reports.put(Report("step", batch.metrics | metrics))
-    trainer.save(cfg.run_dir / "model")
+                reports.put(Report("step", batch.metrics | metrics))
+        trainer.report_checkpoint(reports, wait=False)
+        if cfg.checkpoint_every and (step + 1) % cfg.checkpoint_every == 0:
+            trainer.write_checkpoint(batch, reports)
+    if batch is not None and cfg.checkpoint_every and (batch.step + 1) % cfg.checkpoint_every:
+        trainer.write_checkpoint(batch, reports)  # of a run that ended or was interrupted
+    try:
+        trainer.save(cfg.run_dir / "model")
+    except SAVE_ERRORS as error:
+        reports.try_put(Report("trouble", {"what": f"the model was not saved: {error}"}))
+    trainer.report_checkpoint(reports, wait=True)
     if dist.is_initialized():
         dist.destroy_process_group()

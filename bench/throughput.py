@@ -66,7 +66,7 @@ def generate_alone(cfg: Config, channels, path: Path) -> None:
     with path.open("w", buffering=1) as file:
         while True:
             while len(in_flight) < cfg.actor.sequences:
-                waiting = waiting or [next(prompts)[0]] * cfg.group_size
+                waiting = waiting or [next(prompts)[1]] * cfg.group_size
                 prompt_ids = waiting.pop()
                 in_flight[engine.submit(prompt_ids.tolist())] = prompt_ids
             tokens = len(in_flight)  # a step makes one for each

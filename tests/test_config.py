@@ -172,7 +172,7 @@ def _one_column() -> dict:
 def test_override_reaches_the_config_and_the_saved_one_is_whole(tmp_path):
     cfg = launch.parse(["tiny", "--train.lr", "1e-4", "--max-lag", "None"])
     assert cfg.train.lr == 1e-4 and cfg.max_lag is None
-    launch.prepare_run_dir(dataclasses.replace(cfg, runs_dir=tmp_path))
+    launch.prepare_run_dir(dataclasses.replace(cfg, runs_dir=tmp_path), {})
     assert json.loads((tmp_path / "tiny" / "config.json").read_text())["train"]["lr"] == 1e-4
 
 

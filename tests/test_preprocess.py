@@ -12,7 +12,7 @@ from conftest import changed
 from test_queues import make_queue
 from test_train import groups
 
-from config import PRESETS, ConfigError
+from config import PRESETS, ConfigError, Start
 from preprocess import (
     Admission,
     Preprocessor,
@@ -278,7 +278,11 @@ def test_long_prompts_are_skipped_and_counted(tmp_path):
     path.write_text('{"prompt": "abcdef", "answer": ""}\n{"prompt": "ab", "answer": ""}\n')
     dropped = Counter()
     prompts = encoded_prompts(str(path), 0, lambda text: [1] * len(text), 4, dropped)
-    assert [len(next(prompts)[0]) for _ in range(3)] == [2, 2, 2]
+    found = [next(prompts) for _ in range(3)]
+    assert [len(prompt_ids) for _, prompt_ids, _ in found] == [2, 2, 2]
+    assert all(number // 2 == epoch for epoch, (number, _, _) in enumerate(found)), (
+        "rows of the stream, skipped ones too"
+    )
     assert dropped["prompt_too_long"] in (2, 3)
     path.write_text('{"prompt": "abcdef", "answer": ""}\n')
     with pytest.raises(ConfigError, match="raise max_prompt_tokens"):
@@ -292,7 +296,7 @@ class FakeWeights:
     version = 0
 
 
-def preprocessor(cfg, slots=300) -> Preprocessor:
+def preprocessor(cfg, slots=300, start=None) -> Preprocessor:
     class Characters:
         def encode(self, text):
             return [1] * len(text)
@@ -303,7 +307,7 @@ def preprocessor(cfg, slots=300) -> Preprocessor:
     names = ("prompts", "eval_prompts", "completions", "rollouts", "reports")
     queues = {name: make_queue(slots=slots) for name in names}
     channels = Channels(**queues, batches=[make_queue(slots=8, slot_bytes=1 << 20)], weights=FakeWeights(), stop=None)
-    return Preprocessor(cfg, channels, Characters(), lambda micro_batch: micro_batch)
+    return Preprocessor(cfg, channels, start or Start(), Characters(), lambda micro_batch: micro_batch)
 
 
 def scored(prompt: Prompt, rewards: list[float], version: int) -> RolloutGroup:
@@ -322,7 +326,7 @@ SMALL = dict(batch_size=8, group_size=4, steps=3)
 def test_groups_without_variance_are_dropped_counted_and_replaced():
     one = preprocessor(changed(TINY, **SMALL, eval=dict(every=0), preprocess=dict(zero_variance="drop")))
     one.issue_prompts()
-    assert len(one.channels.prompts) == one.issued == 6, "three steps of two groups"
+    assert len(one.channels.prompts) == one.next_prompt[0] == 6, "three steps of two groups"
     for rewards in ([1.0] * 4, [1.0, 0.0, 0.0, 0.0], [0.0] * 4, [0.0, 0.0, 1.0, 1.0]):
         one.take(scored(one.channels.prompts.get(), rewards, 0))
     one.send_batches()
@@ -330,7 +334,7 @@ def test_groups_without_variance_are_dropped_counted_and_replaced():
     assert batch.metrics["dropped_zero_variance"] == 2
     assert batch.metrics["reward"] == pytest.approx((4 + 1 + 0 + 2) / 16), "the dropped groups count in the reward"
     one.issue_prompts()
-    assert one.issued == 8, "two more in the place of the two dropped"
+    assert one.next_prompt[0] == 8, "two more in the place of the two dropped"
 
 
 def test_groups_without_variance_are_kept_by_default_with_zero_advantage():
@@ -363,12 +367,12 @@ def test_no_group_starts_while_enough_batches_wait():
         one.issue_prompts()
         one.take(scored(one.channels.prompts.get(), [0.0, 1.0, 0.0, 1.0], 0))
         one.send_batches()
-    issued = one.issued
+    issued = one.next_prompt[0]
     one.issue_prompts()
-    assert one.issued == issued and len(one.channels.batches[0]) == 2
+    assert one.next_prompt[0] == issued and len(one.channels.batches[0]) == 2
     one.channels.weights.version = 1  # the trainer has done a step
     one.issue_prompts()
-    assert one.issued > issued
+    assert one.next_prompt[0] > issued
 
 
 def test_evaluations_are_due_at_the_start_every_n_steps_and_at_the_end():

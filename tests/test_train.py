@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from config import PRESETS, model_layout
 from preprocess import Sequence, make_micro_batch, make_step_batches
 from queues import MicroBatch, Prompt, Rollout, RolloutGroup, StepBatch
-from train import Trainer, full, learning_rate, load_policy, policy_loss, step_metrics, token_logprobs
+from train import Policy, Trainer, full, learning_rate, load_policy, policy_loss, step_metrics
 
 CPU = torch.device("cpu")
 TINY = PRESETS["tiny"][1]
@@ -110,9 +110,9 @@ def trainer(cfg=TINY, rank=0) -> Trainer:
 
 
 def gradient(trainer: Trainer, batch: StepBatch) -> tuple[dict, dict]:
-    trainer.model.zero_grad()
+    trainer.policy.lm.zero_grad()
     metrics = trainer.backward(batch)
-    return {name: full(p.grad).clone() for name, p in trainer.model.named_parameters()}, metrics
+    return {name: full(p.grad).clone() for name, p in trainer.policy.lm.named_parameters()}, metrics
 
 
 def cut(max_tokens: int, ranks: int = 1, cfg=TINY) -> list[StepBatch]:
@@ -169,7 +169,7 @@ def _rank(rank: int, folder, results) -> None:
     train.init_process_group(cfg, rank, CPU)
     one = trainer(cfg, rank)
     grads, metrics = gradient(one, cut(150, ranks=2)[rank])
-    one.model.zero_grad()
+    one.policy.lm.zero_grad()
     stepped = one.step(cut(150, ranks=2)[rank])
     weights = {name: tensor.clone() for name, tensor in one.weights()}
     one.save(folder / "model")
@@ -193,8 +193,12 @@ def test_two_ranks_give_the_gradient_step_weights_and_model_of_one(tmp_path):
     grads1, metrics1 = gradient(one, cut(10_000)[0])
     assert_close(grads1, grads2, 1e-5)
     assert metrics1 == pytest.approx(metrics2, rel=1e-5)
-    one.model.zero_grad()
-    assert one.step(cut(10_000)[0]) == pytest.approx(stepped2, rel=1e-4)
+    one.policy.lm.zero_grad()
+    speed = {"train_s", "rank_tokens_per_s", "mfu"}
+    stepped1 = one.step(cut(10_000)[0])
+    assert {k: stepped1[k] for k in stepped1.keys() - speed} == pytest.approx(
+        {k: stepped2[k] for k in stepped2.keys() - speed}, rel=1e-4
+    )
     # Adam's first step is lr·sign(gradient): compare where the gradient is not rounding noise.
     for name, tensor in one.weights():
         clear = grads1[name].abs() > 1e-6
@@ -208,10 +212,11 @@ def test_packed_log_probs_equal_those_of_each_sequence_alone():
     """For both attention paths: our own, and transformers' mask for models that need another kind of attention."""
     sequences = [Sequence(g.prompt.prompt_ids, r, 1.0, 1.0) for g in groups() for r in g.rollouts]
     packed = make_micro_batch(sequences)
-    for model in (load_policy(TINY.model, torch.float32, CPU), AutoModelForCausalLM.from_pretrained(TINY.model).eval()):
+    dense = Policy(AutoModelForCausalLM.from_pretrained(TINY.model).eval())
+    for model in (load_policy(TINY.model, torch.float32, CPU), dense):
         with torch.no_grad():
-            together, entropy = token_logprobs(model, packed, 0.7)
-            alone = [token_logprobs(model, make_micro_batch([s]), 0.7) for s in sequences]
+            together, entropy = model(packed, 0.7)
+            alone = [model(make_micro_batch([s]), 0.7) for s in sequences]
         assert torch.allclose(together, torch.cat([logprobs for logprobs, _ in alone]), atol=1e-5)
         assert torch.allclose(entropy, torch.cat([e for _, e in alone]), atol=1e-5)
 
@@ -222,7 +227,7 @@ def test_first_completion_token_is_trained():
     rollout = Rollout(torch.tensor([3]), torch.tensor([-1.0]), torch.tensor([0]), "stop", 1.0)
     micro_batch = make_micro_batch([Sequence(torch.tensor([7, 10, 5]), rollout, 1.0, 1.0)])
     with torch.no_grad():
-        logprobs, _ = token_logprobs(model, micro_batch, 1.0)
+        logprobs, _ = Policy(model)(micro_batch, 1.0)
         expected = model(input_ids=torch.tensor([[7, 10, 5]])).logits[0, -1].log_softmax(-1)[3]
     assert logprobs.tolist() == pytest.approx([expected.item()], abs=1e-5)
 
@@ -231,7 +236,7 @@ def test_identical_policies_give_ratio_one_and_ess_one():
     model = load_policy(TINY.model, torch.float32, CPU)
     for micro_batch in cut(150)[0].micro_batches:
         with torch.no_grad():
-            logprobs, entropy = token_logprobs(model, micro_batch, 1.0)
+            logprobs, entropy = model(micro_batch, 1.0)
         own = torch.zeros(len(micro_batch.mask))
         own[micro_batch.mask] = logprobs
         _, ratio = policy_loss(logprobs, MicroBatch(**(vars(micro_batch) | {"logprobs": own})), 5.0)
@@ -248,10 +253,10 @@ def test_micro_batch_in_which_no_token_counts_adds_exactly_nothing():
     empty = make_micro_batch([])
     padded, _ = gradient(one, StepBatch(**(vars(batch) | {"micro_batches": [empty, *batch.micro_batches, empty]})))
     assert_close(expected, padded, 0.0)
-    one.model.zero_grad()
+    one.policy.lm.zero_grad()
     metrics = one.backward(StepBatch(0, [empty], 0, {}))
     assert metrics["loss"] == metrics["tokens"] == metrics["ess"] == metrics["lag_max"] == 0
-    assert all(p.grad is None or not p.grad.any() for p in one.model.parameters())
+    assert all(p.grad is None or not p.grad.any() for p in one.policy.lm.parameters())
 
 
 def test_weights_travel_under_the_names_of_the_checkpoint():
@@ -285,7 +290,7 @@ def test_step_moves_the_policy_towards_what_was_rewarded():
 
     def logprobs():
         with torch.no_grad():
-            return token_logprobs(one.model, batch.micro_batches[0], 1.0)[0]
+            return one.policy(batch.micro_batches[0], 1.0)[0]
 
     before = logprobs()
     one.step(batch)
