@@ -253,7 +253,7 @@ def training_flops(lm: torch.nn.Module, micro_batches: list[MicroBatch]) -> floa
 
 def matmul_flops_per_s(device: torch.device) -> float:
     """What a large square product reaches here: bfloat16 on a GPU, float32 on a CPU. The best of a few."""
-    n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1536, torch.float32)
+    n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (2048, torch.float32)
     a, best = torch.randn(n, n, dtype=dtype, device=device), math.inf
     for _ in range(6):
         start = time.perf_counter()
