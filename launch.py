@@ -208,6 +208,7 @@ class Record:
         self.metrics, self.rollouts = cfg.run_dir / "metrics.jsonl", cfg.run_dir / "rollouts.jsonl"
         self.steps = read_lines(self.metrics)  # those before a resume
         self.evals = [line for line in self.steps if "eval_version" in line]
+        self.first_step = len(self.steps) + 1
         self.time_before_s = self.steps[-1]["time_s"] if self.steps else 0.0
         self.actors: dict[int, dict] = {}  # index -> its newest totals
         self.totals = dict.fromkeys(("generated_tokens", "update_stall_s", "idle_s", "running_s"), 0)  # all actors'
@@ -249,7 +250,7 @@ class Record:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             self.trouble(f"a line of {path} was not written: {error}")
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the file may not be there
                 os.truncate(path, size)  # no half line
 
     def complete_checkpoint(self, step: int, stream: dict) -> None:
@@ -293,7 +294,7 @@ class Record:
         self.held_back, self.pending_eval = None, {}
         self.steps.append(line)
         self.append(self.metrics, line)
-        if len(self.steps) % 25 == 1:
+        if (line["step"] - self.first_step) % 25 == 0:
             self.bar.write("".join(f"{title:>{width}}" for title, _, _, width in self.COLUMNS))
         known = {key for key, value in line.items() if value is not None}
         cells = ((form.format(line[key]) if key in known else "", width) for _, key, form, width in self.COLUMNS)
@@ -400,8 +401,11 @@ def prepare_run_dir(cfg: Config, model: dict[str, tuple[int, ...]]) -> Start:
         if not (cfg.run_dir / "config.json").is_file():
             raise ConfigError(f"{cfg.run_dir} is not empty and not a run: it is not replaced, choose another --name")
         shutil.rmtree(cfg.run_dir)
-    cfg.run_dir.mkdir(parents=True, exist_ok=True)
-    (cfg.run_dir / "config.json").write_text(as_json(cfg))
+    try:
+        cfg.run_dir.mkdir(parents=True, exist_ok=True)
+        (cfg.run_dir / "config.json").write_text(as_json(cfg))
+    except OSError as error:
+        raise ConfigError(f"the run folder cannot be written: {error}; choose another --runs-dir") from None
     return start
 
 
@@ -454,7 +458,10 @@ def run(cfg: Config) -> int:
     outcome += "" if (cfg.run_dir / "model").exists() else ", model not saved"
     outcome += f", {record.troubles} troubles" if record.troubles else ""
     print(record.summary(outcome), *([roles.obituary(dead)] if dead else []), sep="\n")
-    draw(cfg.run_dir)
+    try:
+        draw(cfg.run_dir)
+    except OSError as error:
+        record.trouble(f"reward.png was not drawn: {error}")
     return 1 if dead or record.troubles else 128 + interrupted[0] if interrupted else 0
 
 

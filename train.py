@@ -162,9 +162,7 @@ def load_policy(folder: Path, dtype: torch.dtype, device: torch.device) -> Polic
         logits = policy.lm(input_ids=ids[None]).logits[0, :-1].float()
         policy.lm.set_attn_implementation(attention)
     if not torch.allclose(logprobs, logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1), atol=0.05):
-        raise ValueError(
-            f"{folder}: the logits of this model are not its output head's alone; it cannot be trained here"
-        )
+        raise ValueError(f"{folder}: this model does more to its logits than its output head, which is not handled")
     return policy.to(device)
 
 
@@ -394,6 +392,7 @@ class Trainer:
         except SAVE_ERRORS as error:
             what = f"the checkpoint of step {values['step']} was not written: {str(error).strip().splitlines()[-1]}"
             report = Report("trouble", {"what": what})
+            shutil.rmtree(checkpoint_folder(self.cfg, values["step"]), ignore_errors=True)  # room, if the disk is full
         if reports is not None:  # an empty queue is false
             reports.try_put(report)
 

@@ -15,9 +15,9 @@ def draw(run_dir: Path) -> Path | None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    if not steps:
+    if not (run_dir / "metrics.jsonl").exists():
         return None
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     evals = [step for step in steps if "eval_accuracy" in step]
 
     def line(axes, rows: list[dict], key: str, style: str, color: str, label: str) -> None:

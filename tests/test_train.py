@@ -7,12 +7,23 @@ import random
 import pytest
 import torch
 from conftest import changed
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from config import PRESETS, model_layout
 from preprocess import Sequence, make_micro_batch, make_step_batches
-from queues import MicroBatch, Prompt, Rollout, RolloutGroup, StepBatch
-from train import Policy, Trainer, full, learning_rate, load_policy, policy_loss, step_metrics
+from queues import MicroBatch, Prompt, Rollout, RolloutGroup, SharedMemoryWeights, StepBatch
+from train import (
+    HeadLogprobs,
+    Policy,
+    Trainer,
+    full,
+    learning_rate,
+    load_policy,
+    policy_loss,
+    step_metrics,
+    training_flops,
+)
 
 CPU = torch.device("cpu")
 TINY = PRESETS["tiny"][1]
@@ -161,23 +172,39 @@ def test_gradient_is_the_same_for_one_micro_batch_and_many():
     assert max(g.abs().max() for g in g1.values()) > 1e-3, "a gradient of zeros would pass every comparison"
 
 
+def five_steps(one: Trainer, ranks: int) -> list[dict]:
+    """Different batches, several micro-batches each; what a step returns but its speed."""
+    found = []
+    for step in range(5):
+        cfg = changed(TINY, trainers=ranks, preprocess=dict(max_tokens_per_microbatch=150))
+        batch = make_step_batches(cfg, step, groups(seed=step), ranks, {})[one.rank]
+        metrics = one.step(StepBatch(**(vars(batch) | {"step": step + 3})))  # its versions are 0 to 3
+        found.append({k: v for k, v in metrics.items() if k not in ("train_s", "rank_tokens_per_s", "mfu")})
+    return found
+
+
 def _rank(rank: int, folder, results) -> None:
     import train
 
     torch.set_num_threads(1)
-    cfg = changed(TINY, trainers=2, runs_dir=folder, name="two")
+    cfg = changed(TINY, trainers=2, runs_dir=folder, name="two", train=dict(activation_checkpointing=True))
     train.init_process_group(cfg, rank, CPU)
     one = trainer(cfg, rank)
     grads, metrics = gradient(one, cut(150, ranks=2)[rank])
-    one.policy.lm.zero_grad()
-    stepped = one.step(cut(150, ranks=2)[rank])
+    one.policy.zero_grad()
+    stepped = five_steps(one, 2)
     weights = {name: tensor.clone() for name, tensor in one.weights()}
+    channel = SharedMemoryWeights(model_layout(TINY.model), "bfloat16", multiprocessing.get_context("spawn"))
+    one.cfg = changed(cfg, actor=dict(dtype="bfloat16"))
+    one.publish(channel, 5)
+    published = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in channel.layout.items()}
+    channel.pull(published)
     one.save(folder / "model")
     if rank == 0:
-        torch.save((grads, metrics, stepped, weights), results)
+        torch.save((grads, metrics, stepped, weights, published), results)
 
 
-def test_two_ranks_give_the_gradient_step_weights_and_model_of_one(tmp_path):
+def test_two_ranks_give_the_gradient_steps_weights_and_model_of_one(tmp_path):
     (tmp_path / "two").mkdir()
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_rank, args=(rank, tmp_path, tmp_path / "results")) for rank in range(2)]
@@ -186,26 +213,109 @@ def test_two_ranks_give_the_gradient_step_weights_and_model_of_one(tmp_path):
     for process in processes:
         process.join(timeout=120)
     assert [process.exitcode for process in processes] == [0, 0]
-    grads2, metrics2, stepped2, weights2 = torch.load(tmp_path / "results")
+    grads2, metrics2, stepped2, weights2, published2 = torch.load(tmp_path / "results")
     parts = cut(150, ranks=2)
-    assert len(parts[0].micro_batches) == len(parts[1].micro_batches)
-    one = trainer()
+    assert len(parts[0].micro_batches) == len(parts[1].micro_batches) > 1
+    one = trainer(changed(TINY, train=dict(activation_checkpointing=False)))
     grads1, metrics1 = gradient(one, cut(10_000)[0])
     assert_close(grads1, grads2, 1e-5)
     assert metrics1 == pytest.approx(metrics2, rel=1e-5)
-    one.policy.lm.zero_grad()
-    speed = {"train_s", "rank_tokens_per_s", "mfu"}
-    stepped1 = one.step(cut(10_000)[0])
-    assert {k: stepped1[k] for k in stepped1.keys() - speed} == pytest.approx(
-        {k: stepped2[k] for k in stepped2.keys() - speed}, rel=1e-4
-    )
-    # Adam's first step is lr·sign(gradient): compare where the gradient is not rounding noise.
+    one.policy.zero_grad()
+    before = {name: tensor.clone() for name, tensor in one.weights()}
+    for a, b in zip(five_steps(one, 1), stepped2, strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
     for name, tensor in one.weights():
-        clear = grads1[name].abs() > 1e-6
-        assert torch.allclose(tensor[clear], weights2[name][clear], atol=1e-6), name
+        assert torch.allclose(tensor, weights2[name], atol=1e-5), name
+        assert torch.equal(published2[name], weights2[name].bfloat16()), "what is published is cast, and nothing else"
+    assert max((tensor - before[name]).abs().max() for name, tensor in one.weights()) > 1e-4, "five steps moved nothing"
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for name, parameter in saved.named_parameters():
         assert torch.equal(parameter, weights2[name]), name
+
+
+@pytest.mark.parametrize("option", ["activation_checkpointing", "compile"])
+def test_option_changes_no_gradient(option):
+    plain, other = trainer(), trainer(changed(TINY, train={option: True}))
+    assert_close(gradient(plain, cut(150)[0])[0], gradient(other, cut(150)[0])[0], 1e-5)
+    assert [name for name, _ in plain.weights()] == [name for name, _ in other.weights()]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_head_in_chunks_equals_the_plain_one(monkeypatch, temperature):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(50, 16, dtype=torch.float32), 0.5 * torch.randn(300, 16)
+    targets, grad, results = torch.randint(0, 300, (50,)), torch.randn(50), []
+
+    def plain(h, w, y, t):
+        log_softmax = (h @ w.T / t).log_softmax(-1)
+        return log_softmax.gather(1, y[:, None]).squeeze(1), -(log_softmax.exp() * log_softmax).sum(-1)
+
+    monkeypatch.setattr(HeadLogprobs, "LOGITS", 300 * 7)  # 7 tokens at a time, the last time 1
+    for version in (plain, HeadLogprobs.apply):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprobs, entropy = version(h, w, targets, temperature)
+        logprobs.backward(grad)
+        results.append((logprobs.detach(), entropy.detach(), h.grad, w.grad))
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, atol=1e-5), (a - b).abs().max()
+
+
+def test_model_that_scales_its_logits_is_refused(tmp_path):
+    from transformers import GraniteConfig
+
+    small = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=20)
+    for scaling in (1.0, 8.0):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(GraniteConfig(**small, num_key_value_heads=1, logits_scaling=scaling))
+        torch.nn.init.normal_(model.lm_head.weight)
+        model.save_pretrained(tmp_path / str(scaling))
+    load_policy(tmp_path / "1.0", torch.float32, CPU)
+    with pytest.raises(ValueError, match="does more to its logits"):
+        load_policy(tmp_path / "8.0", torch.float32, CPU)
+
+
+def test_step_with_a_gradient_that_is_not_finite_is_skipped_and_counted():
+    one = trainer(changed(TINY, train=dict(lr=1e-3, warmup_steps=0)))
+    before = {name: tensor.clone() for name, tensor in one.weights()}
+    bad = cut(10_000)[0]
+    bad.micro_batches[0].advantages[bad.micro_batches[0].mask.nonzero()[0]] = float("inf")
+    metrics = one.step(bad)
+    assert metrics["skipped_steps"] == 1 and metrics["grad_norm"] is None and metrics["loss"] is None
+    assert all(torch.equal(tensor, before[name]) for name, tensor in one.weights())
+    assert one.step(cut(10_000)[0])["skipped_steps"] == 1
+    moved = {name: tensor for name, tensor in one.weights()}
+    assert any(not torch.equal(moved[name], before[name]) for name in before)
+    assert all(torch.isfinite(tensor).all() for tensor in moved.values())
+
+
+def test_weight_decay_spares_norms_and_biases():
+    one = trainer(changed(TINY, train=dict(lr=0.1, warmup_steps=0, lr_schedule="constant", weight_decay=0.5)))
+    before = {name: tensor.clone() for name, tensor in one.weights()}
+    for parameter in one.policy.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for group in one.optimizer.param_groups:
+        group["lr"] = 0.1
+    one.optimizer.step()
+    for name, tensor in one.weights():
+        expected = before[name] * (1 - 0.1 * 0.5 if before[name].ndim > 1 else 1)
+        assert torch.allclose(tensor, expected), name
+
+
+def test_training_flops_by_hand_and_against_a_count():
+    """tiny: 3 layers, D = 128, 4 heads of 32, 2 key-value heads, inner width 256, V = 16."""
+    lm = load_policy(TINY.model, torch.float32, CPU).lm
+    rollout = Rollout(torch.arange(1, 31), torch.zeros(30) - 1, torch.zeros(30, dtype=torch.int64), "stop", 1.0)
+    micro_batch = make_micro_batch([Sequence(torch.arange(1, 11), rollout, 1.0, 1.0)] * 2)
+    block = 128 * 128 + 2 * 128 * 64 + 128 * 128 + 3 * 128 * 256
+    expected = 6 * (3 * block * 80 + 16 * 128 * 60 + 3 * 4 * 32 * 2 * 40**2)
+    assert lm.get_output_embeddings().weight.shape == (16, 128)
+    assert training_flops(lm, [micro_batch]) == expected
+    one = trainer()
+    with FlopCounterMode(display=False) as counter:
+        one.backward(StepBatch(0, [micro_batch], 60, {}))
+    # Counted besides: the other half of the attention's pairs and its recomputation, the head's recomputation.
+    uncounted = 3 * 4 * 32 * 2 * 40**2
+    assert expected < counter.get_total_flops() <= expected + 6 * uncounted + 4 * uncounted + 2 * 16 * 128 * 60
 
 
 def test_packed_log_probs_equal_those_of_each_sequence_alone():
@@ -274,9 +384,12 @@ def test_learning_rate_warms_up_linearly():
     assert lrs == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
 
 
-def test_learning_rate_falls_linearly_to_nothing_after_the_last_step():
+def test_learning_rate_falls_to_nothing_after_the_last_step():
     cfg = changed(TINY, steps=10, train=dict(lr=1.0, warmup_steps=2, lr_schedule="linear"))
     assert [learning_rate(cfg, step) for step in (0, 1, 2, 9)] == pytest.approx([0.5, 0.9, 0.8, 0.1])
+    cfg = changed(cfg, train=dict(lr_schedule="cosine"))
+    # (1 + cos(π · step / 10)) / 2, once the warm-up is over
+    assert [learning_rate(cfg, step) for step in (0, 5, 9, 10)] == pytest.approx([0.5, 0.5, 0.0244717, 0.0], abs=1e-6)
 
 
 def test_step_moves_the_policy_towards_what_was_rewarded():

@@ -1,0 +1,327 @@
+"""Checkpoints and resumes: a run that is stopped or killed goes on as if nothing had happened."""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+
+import pytest
+import torch
+from conftest import changed
+from test_preprocess import preprocessor, scored
+from test_queues import make_queue
+from test_runs import START_S, Run
+from test_train import CPU, TINY, groups, trainer
+
+import launch
+import train
+from config import ConfigError, Start, model_layout
+from preprocess import make_step_batches
+from queues import StepBatch
+
+# ---------------------------------------------------------------- the trainer's part
+
+
+def batch(step: int, rank: int = 0, ranks: int = 1) -> StepBatch:
+    cfg = changed(TINY, trainers=ranks, preprocess=dict(max_tokens_per_microbatch=150))
+    made = make_step_batches(cfg, step, groups(seed=step), ranks, {}, {"next_group": 4 * step, "unfinished": []})[rank]
+    return StepBatch(**(vars(made) | {"step": step}))
+
+
+def record(cfg) -> launch.Record:
+    cfg.run_dir.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        (cfg.run_dir / name).touch()
+    return launch.Record(cfg, model_layout(cfg.model))
+
+
+def ranks_train(rank: int, ranks: int, cfg, first: int, last: int, weights) -> None:
+    """Steps first … last - 1, from the newest checkpoint if there is one, and a checkpoint at the end."""
+    cfg = changed(cfg, trainers=ranks)
+    (cfg.run_dir / "trainers.rendezvous").unlink(missing_ok=True) if not rank else time.sleep(1)
+    train.init_process_group(cfg, rank, CPU)
+    one, reports = trainer(cfg, rank), make_queue()
+    if first:
+        one.load_checkpoint(launch.checkpoints(cfg)[-1])
+    for step in range(first, last):
+        one.step(batch(step, rank, ranks))
+    one.write_checkpoint(batch(last - 1, rank, ranks), reports)
+    one.report_checkpoint(reports, wait=True)
+    whole = {name: tensor.clone() for name, tensor in one.weights()}
+    if rank == 0:
+        report = reports.get()
+        assert report.kind == "checkpoint", report
+        record(cfg).complete_checkpoint(**report.values)
+        torch.save(whole, weights)
+
+
+def train_with(ranks: int, cfg, first: int, last: int) -> dict:
+    context, weights = multiprocessing.get_context("spawn"), cfg.runs_dir / "weights"
+    arguments = [(rank, ranks, cfg, first, last, weights) for rank in range(ranks)]
+    processes = [context.Process(target=ranks_train, args=each) for each in arguments]
+    if ranks == 1:  # no need of a process of its own
+        ranks_train(*arguments[0])
+        return torch.load(weights)
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=120)
+    assert [process.exitcode for process in processes] == [0] * ranks
+    return torch.load(weights)
+
+
+@pytest.mark.parametrize("before, after", [(1, 1), (2, 1), (1, 2)])
+def test_four_steps_equal_two_and_two_from_a_checkpoint_whatever_the_ranks(tmp_path, before, after):
+    """On fixed batches: Adam's moments, the step and the learning rate all go on."""
+    cfg = changed(TINY, runs_dir=tmp_path, name="run", steps=8, train=dict(lr=1e-3, warmup_steps=2))
+    (tmp_path / "run").mkdir()
+    torch.manual_seed(0)
+    one = trainer(cfg)
+    start = {name: tensor.clone() for name, tensor in one.weights()}
+    for step in range(4):
+        one.step(batch(step))
+    train_with(before, cfg, 0, 2)
+    resumed = train_with(after, cfg, 2, 4)
+    assert [folder.name for folder in launch.checkpoints(cfg)] == ["step-2", "step-4"]
+    for name, tensor in one.weights():
+        assert torch.allclose(tensor, resumed[name], atol=1e-6), name
+    assert max((tensor - start[name]).abs().max() for name, tensor in one.weights()) > 1e-3
+
+
+def test_settings_of_the_optimizer_are_the_new_run_s_and_its_memory_is_the_old_one_s(tmp_path):
+    cfg = changed(TINY, runs_dir=tmp_path, name="run", train=dict(weight_decay=0.1))
+    old, reports = trainer(cfg), make_queue()
+    old.step(batch(0))
+    old.skipped_steps = 3
+    old.write_checkpoint(batch(0), reports)
+    old.report_checkpoint(reports, wait=True)
+    new = trainer(changed(cfg, train=dict(weight_decay=0.2, adam_betas=(0.5, 0.6))))
+    record(cfg).complete_checkpoint(**reports.get().values)
+    new.load_checkpoint(launch.checkpoints(cfg)[-1])
+    assert new.skipped_steps == 3
+    assert [group["weight_decay"] for group in new.optimizer.param_groups] == [0.2, 0.0]
+    assert all(group["betas"] == (0.5, 0.6) for group in new.optimizer.param_groups)
+    for a, b in zip(old.policy.parameters(), new.policy.parameters(), strict=True):
+        assert torch.equal(old.optimizer.state[a]["exp_avg"], new.optimizer.state[b]["exp_avg"])
+        assert old.optimizer.state[a]["step"] == new.optimizer.state[b]["step"] == 1
+
+
+def write_for_ever(cfg) -> None:
+    torch.set_num_threads(1)
+    one, reports, book = trainer(cfg), make_queue(), record(cfg)
+    for step in range(10_000):
+        one.write_checkpoint(batch(step), reports)
+        one.report_checkpoint(reports, wait=True)
+        book.complete_checkpoint(**reports.get().values)
+
+
+def test_kill_at_any_moment_of_writing_leaves_a_checkpoint_that_loads(tmp_path):
+    cfg = changed(TINY, runs_dir=tmp_path, name="run", steps=100_000)
+    rng, half_written = random.Random(0), 0
+    for _ in range(5):
+        shutil.rmtree(cfg.run_dir, ignore_errors=True)
+        cfg.run_dir.mkdir()
+        (cfg.run_dir / "config.json").write_text(launch.as_json(cfg))
+        process = multiprocessing.get_context("spawn").Process(target=write_for_ever, args=(cfg,))
+        process.start()
+        deadline = time.monotonic() + 60
+        while not launch.checkpoints(cfg):
+            assert process.is_alive() and time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(rng.random() * 0.3)
+        process.kill()
+        process.join()
+        half_written += len(list((cfg.run_dir / "checkpoints").glob("*.unfinished")))
+        start = launch.resume(changed(cfg, resume=True), model_layout(cfg.model))
+        one = trainer(cfg)
+        one.load_checkpoint(start.folder)
+        one.step(batch(start.step))
+        assert not list((cfg.run_dir / "checkpoints").glob("*.unfinished"))
+    assert half_written, "no kill fell into the middle of a checkpoint: the test shows nothing"
+
+
+# ---------------------------------------------------------------- the preprocessor's part
+
+
+def test_groups_that_had_started_and_not_been_trained_start_again_and_no_other_does():
+    cfg = changed(TINY, batch_size=8, group_size=4, steps=5, max_lag=3, eval=dict(every=0))
+    cfg = changed(cfg, preprocess=dict(zero_variance="drop"))
+    one = preprocessor(cfg)
+    one.issue_prompts()
+    prompts = [one.channels.prompts.get() for _ in range(len(one.channels.prompts))]
+    assert [prompt.group_id for prompt in prompts] == list(range(8))
+    one.take(scored(prompts[1], [1.0] * 4, 0))  # dropped
+    for prompt in (prompts[0], prompts[3], prompts[2]):
+        one.take(scored(prompt, [1.0, 0.0, 0.0, 0.0], 0))
+    one.send_batches()
+    sent = one.channels.batches[0].get()
+    assert sent.metrics["group_ids"] == [0, 2]
+    assert sent.stream == {
+        "next_group": 8,
+        "unfinished": [3, 4, 5, 6, 7],
+        "dropped": {"zero_variance": 1, "prompt_too_long": 0},
+    }
+    again = preprocessor(cfg, start=Start(step=1, **sent.stream))
+    again.channels.weights.version = 1
+    again.issue_prompts()
+    issued = [again.channels.prompts.get() for _ in range(len(again.channels.prompts))]
+    again.channels.weights.version = 0
+    assert [prompt.group_id for prompt in issued] == [3, 4, 5, 6, 7, 8, 9, 10], "8 in all: four steps of two"
+    assert [prompt.row for prompt in issued[:5]] == [prompt.row for prompt in prompts[3:]]
+    assert all(prompt.version == 1 for prompt in issued) and again.dropped["zero_variance"] == 1
+    # Before the old ones have all started again, a stop must not lose those that have not.
+    partly = preprocessor(changed(cfg, max_lag=0), start=Start(step=1, **sent.stream))
+    partly.channels.weights.version = 1
+    partly.issue_prompts()
+    partly.channels.weights.version = 0
+    assert len(partly.channels.prompts) == 2
+    for prompt in (partly.channels.prompts.get() for _ in range(2)):
+        partly.take(scored(prompt, [1.0, 0.0, 0.0, 0.0], 1))
+    partly.send_batches()
+    assert partly.channels.batches[0].get().stream == sent.stream | {"unfinished": [5, 6, 7]}
+
+
+# ---------------------------------------------------------------- whole runs
+
+SHORT = ("--steps", "4", "--batch-size", "32", "--actor.sequences", "32", "--eval.every", "2", "--eval.prompts", "16")
+SHORT += ("--checkpoint-every", "1", "--train.warmup-steps", "8")
+
+
+def wait_for_checkpoint(run: Run, step: int) -> None:
+    deadline = time.monotonic() + START_S
+    while not (run.folder / "checkpoints" / f"step-{step}").exists():
+        assert run.process.poll() is None and time.monotonic() < deadline, run.text()
+        time.sleep(0.02)
+
+
+def test_killed_launcher_and_resume_train_every_group_once(tmp_path):
+    """Sampling differs from run to run, so the parameters of two runs cannot be compared: those are compared on fixed
+    batches above. Here: the groups, the steps, the learning rates, the versions, the lag."""
+    first = Run(tmp_path, *SHORT)
+    wait_for_checkpoint(first, 2)
+    family = first.family()
+    first.process.kill()
+    first.assert_nothing_left(family)
+    seen = len(first.lines("metrics.jsonl"))
+    second = Run(tmp_path, *SHORT, "--resume")
+    assert second.wait(START_S) == 0, second.text()
+    lines = second.lines("metrics.jsonl")
+    assert seen >= 2 and "going on from" in second.text()
+    assert [line["step"] for line in lines] == [line["version"] for line in lines] == [1, 2, 3, 4]
+    assert [line["lr"] for line in lines] == pytest.approx([2e-4 * step / 8 for step in (1, 2, 3, 4)])
+    times = Counter(group_id for line in lines for group_id in line["group_ids"])
+    assert sorted(times) == list(range(16)) and set(times.values()) == {1}
+    assert all(0 <= line["lag_min"] and line["lag_max"] <= 6 for line in lines)
+    resumed_at = int(second.text().split("going on from")[1].split("step-")[1].split()[0])
+    assert 2 <= resumed_at < 4 and lines[resumed_at]["lag_max"] == 0, "the first batch after it is all of its version"
+    assert all(a["time_s"] < b["time_s"] for a, b in zip(lines, lines[1:], strict=False))
+    assert [rollout["step"] for rollout in second.lines("rollouts.jsonl")] == [1, 2, 3, 4]
+    assert lines[-1]["eval_version"] == 4
+    assert sorted(folder.name for folder in (second.folder / "checkpoints").iterdir()) == ["step-3", "step-4"]
+    complete = Run(tmp_path, *SHORT, "--resume")
+    assert complete.wait(30) == 2 and "is complete after 4 steps: give more --steps" in complete.text()
+
+
+def test_checkpoints_that_cannot_be_written_do_not_end_the_run_but_its_exit_code_tells(tmp_path):
+    run = Run(tmp_path, *SHORT, "--eval.every", "0")
+    while not (run.folder / "logs").exists():
+        assert run.process.poll() is None, run.text()
+        time.sleep(0.02)
+    (run.folder / "checkpoints").write_text("a file where the folder should be\n")
+    assert run.wait(START_S) == 1, run.text()
+    text = run.text()
+    assert text.count("trouble: the checkpoint of step") == 4 and "after 4 of 4 optimizer steps" in text, text
+    assert "complete, 4 troubles" in text and (run.folder / "model" / "model.safetensors").exists()
+
+
+def test_full_disk_does_not_end_the_run_but_its_exit_code_tells(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "none", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        run = Run(disk, *SHORT, "--eval.every", "0", "--steps", "6")
+        wait_for_checkpoint(run, 2)
+        with (disk / "filler").open("wb") as filler, pytest.raises(OSError):
+            while True:
+                os.write(filler.fileno(), bytes(4096))
+        assert run.wait(START_S) == 1, run.text()
+        text = run.text()
+        assert "No space left on device" in text and "trouble: the checkpoint of step" in text, text
+        assert "after 6 of 6 optimizer steps" in text
+        (disk / "filler").unlink()
+        again = Run(disk, *SHORT, "--eval.every", "0", "--steps", "7", "--resume")  # what was complete still is
+        assert again.wait(START_S) == 0, again.text()
+        groups = Counter(g for line in again.lines("metrics.jsonl") for g in line["group_ids"])
+        assert set(groups.values()) == {1}
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_ctrl_c_leaves_a_checkpoint_of_where_it_was(tmp_path):
+    run = Run(tmp_path, *SHORT, "--steps", "100000", "--checkpoint-every", "1000", "--show-every", "0")
+    run.wait_for_step(2)
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.wait(20) == 130, run.text()
+    done = len(run.lines("metrics.jsonl"))
+    assert [folder.name for folder in (run.folder / "checkpoints").iterdir()] == [f"step-{done}"]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.fixture
+def interrupted(tmp_path):
+    """A run folder with a checkpoint of step 3."""
+    cfg = changed(TINY, runs_dir=tmp_path, name="run", resume=True)
+    book = record(cfg)
+    (cfg.run_dir / "config.json").write_text(launch.as_json(cfg))
+    folder = cfg.run_dir / "checkpoints" / "step-3.unfinished"
+    folder.mkdir(parents=True)
+    book.complete_checkpoint(3, {"next_group": 9, "unfinished": [], "dropped": {}})
+    return cfg
+
+
+def test_changes_that_would_not_fit_are_refused_by_name_and_others_are_not(interrupted):
+    cfg, layout = interrupted, model_layout(interrupted.model)
+    for change in (dict(batch_size=64), dict(group_size=4), dict(seed=5), dict(data="other.jsonl")):
+        ((key, value),) = change.items()
+        with pytest.raises(ConfigError, match=f"--resume: {key} is {value}, the run has {getattr(cfg, key)}"):
+            launch.resume(changed(cfg, **change), layout)
+    with pytest.raises(
+        ConfigError, match="--resume: the model in .* has changed: lm_head.weight is .5, 5., the run has"
+    ):
+        launch.resume(cfg, layout | {"lm_head.weight": (5, 5)})
+    with pytest.raises(ConfigError, match="complete after 3 steps: give more --steps"):
+        launch.resume(changed(cfg, steps=3), layout)
+    allowed = changed(cfg, max_lag=1, steps=500, train=dict(lr=1e-5))
+    assert launch.resume(allowed, layout).step == 3
+
+
+def test_nothing_to_resume_is_said(tmp_path, interrupted):
+    with pytest.raises(ConfigError, match="no complete checkpoint to resume"):
+        launch.resume(changed(interrupted, name="other"), {})
+    shutil.rmtree(interrupted.run_dir / "checkpoints")
+    with pytest.raises(ConfigError, match="no complete checkpoint to resume"):
+        launch.resume(interrupted, {})
+
+
+def test_half_written_checkpoint_is_ignored_and_said(interrupted, capsys):
+    newer = interrupted.run_dir / "checkpoints" / "step-7.unfinished"
+    newer.mkdir()
+    (newer / "__0_0.distcp").write_bytes(b"half")
+    assert launch.resume(interrupted, model_layout(interrupted.model)).step == 3
+    assert "step-7.unfinished is half-written and ignored" in capsys.readouterr().out and not newer.exists()
+
+
+def test_lines_after_the_checkpoint_and_half_a_line_are_cut(interrupted):
+    path = interrupted.run_dir / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 4)) + '{"step": 5, "los')
+    launch.resume(interrupted, model_layout(interrupted.model))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
