@@ -14,6 +14,7 @@ trained in time. Whoever throws away what comes late prefers short answers.
 
 import dataclasses
 import functools
+import heapq
 import itertools
 import random
 import statistics
@@ -143,31 +144,29 @@ class Sequence:
         return len(self.prompt_ids) + len(self.rollout.completion_ids)
 
 
+def balance(indices: list[int], lengths: list[int], parts: int) -> list[list[int]]:
+    """Split sequences into parts of nearly equal tokens: the longest first, each to the part that has least."""
+    heap = [(0, part) for part in range(parts)]  # tokens, part
+    split: list[list[int]] = [[] for _ in heap]
+    for i in sorted(indices, key=lambda i: -lengths[i]):
+        tokens, part = heap[0]
+        split[part].append(i)
+        heapq.heapreplace(heap, (tokens + lengths[i], part))
+    return split
+
+
 def pack(lengths: list[int], max_tokens: int, ranks: int) -> list[list[list[int]]]:
     """Indices of sequences -> [rank][micro-batch][index], every rank with the same number of micro-batches.
 
-    The longest sequences first, each into the emptiest micro-batch, with as few micro-batches as that works for: so
-    they come out nearly equal. A sequence over `max_tokens` has one to itself; micro-batches may be empty.
+    Sequences are balanced over the ranks, then each rank's over as few micro-batches as hold them all. A sequence over
+    `max_tokens` has a micro-batch to itself; micro-batches may be empty.
     """
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    count = max(1, -(-sum(min(n, max_tokens) for n in lengths) // (max_tokens * ranks))) * ranks
-    while True:
-        micro_batches: list[list[int]] = [[] for _ in range(count)]
-        tokens = [0] * count
-        for i in order:
-            emptiest = min(range(count), key=tokens.__getitem__)
-            micro_batches[emptiest].append(i)
-            tokens[emptiest] += lengths[i]
-        if all(n <= max_tokens or len(m) == 1 for n, m in zip(tokens, micro_batches, strict=True)):
-            break
-        count += ranks
-    # Deal micro-batches to ranks in falling order, back and forth, so that ranks come out nearly equal as well.
-    by_tokens = sorted(range(count), key=lambda b: -tokens[b])
-    dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for k, b in enumerate(by_tokens):
-        turn, seat = divmod(k, ranks)
-        dealt[ranks - 1 - seat if turn % 2 else seat].append(micro_batches[b])
-    return dealt
+    by_rank = balance(range(len(lengths)), lengths, ranks)
+    least = max(-(-sum(min(lengths[i], max_tokens) for i in rank) // max_tokens) for rank in by_rank)
+    for count in itertools.count(max(1, least)):
+        dealt = [balance(rank, lengths, count) for rank in by_rank]
+        if all(len(m) <= 1 or sum(lengths[i] for i in m) <= max_tokens for rank in dealt for m in rank):
+            return dealt
 
 
 def make_micro_batch(sequences: list[Sequence]) -> MicroBatch:
