@@ -144,6 +144,7 @@ class Start:
     next_group: int = 0  # no group from here on had started
     unfinished: list[int] = field(default_factory=list)  # those before that were neither trained nor dropped
     dropped: dict = field(default_factory=dict)  # counters
+    next_eval: int = 0  # version at which an evaluation is due
 
 
 def checkpoint_folder(cfg: Config, step: int) -> Path:

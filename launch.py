@@ -14,8 +14,10 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import hashlib
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -168,14 +170,15 @@ class Roles:
     def finished(self) -> bool:
         return all(p.exitcode == 0 for name, p in self.processes.items() if name.startswith(("train", "preprocess")))
 
-    def stop(self, patience_s: float, interrupted: list[int]) -> None:
-        """Ask all roles to end, and kill those that have not within `patience_s` or by another Ctrl-C."""
+    def stop(self, patience_s: float, interrupted: list[int], record: "Record") -> None:
+        """Ask all roles to end, taking their last reports; kill those that have not ended within `patience_s` or by
+        another Ctrl-C."""
         self.channels.stop.value = 1
         deadline, signals = time.monotonic() + patience_s, max(1, len(interrupted))
         while any(p.exitcode is None for p in self.processes.values()) and len(interrupted) <= signals:
             if time.monotonic() > deadline:
                 break
-            time.sleep(0.02)
+            drain(self.channels.reports, record, wait_s=0.02)
         for process in self.processes.values():
             if process.exitcode is None:
                 process.kill()
@@ -201,7 +204,7 @@ class Record:
         ("train tok/s", "trained_tokens_per_s", "{:.0f}", 12), ("wait", "wait_s", "{:.2f}s", 8),
     )  # fmt: skip
 
-    def __init__(self, cfg: Config, model: dict[str, tuple[int, ...]]):
+    def __init__(self, cfg: Config, model: dict[str, str]):
         from tqdm import tqdm
 
         self.cfg, self.model, self.troubles = cfg, model, 0
@@ -214,6 +217,7 @@ class Record:
         self.totals = dict.fromkeys(("generated_tokens", "update_stall_s", "idle_s", "running_s"), 0)  # all actors'
         self.pending_eval: dict = {}  # joins the line of the next step
         self.held_back: dict | None = None  # the last step's line waits for the last evaluation
+        self.written: list[dict] = []  # checkpoints to complete once the line of their step is written
         options = {"total": cfg.steps, "initial": len(self.steps), "unit": "step", "desc": "starting"}
         self.bar = tqdm(**options, dynamic_ncols=True, disable=None)
 
@@ -230,7 +234,8 @@ class Record:
             if self.held_back and values["eval_version"] == self.cfg.steps:
                 self.close_step()
         elif kind == "checkpoint":
-            self.complete_checkpoint(**values)
+            self.written.append(values)
+            self.complete_checkpoints()
         elif kind == "trouble":
             self.trouble(values["what"])
         elif kind == "step":
@@ -253,20 +258,23 @@ class Record:
             with contextlib.suppress(OSError):  # the file may not be there
                 os.truncate(path, size)  # no half line
 
-    def complete_checkpoint(self, step: int, stream: dict) -> None:
+    def complete_checkpoints(self) -> None:
         """All ranks have written theirs: flush what belongs to it, give it its name, delete the oldest."""
-        folder = checkpoint_folder(self.cfg, step)
-        try:
-            (folder / "start.json").write_text(json.dumps({"step": step, "model": self.model} | stream))
-            for path in (self.metrics, self.rollouts, folder / "start.json", folder):
-                flush(path)
-            shutil.rmtree(folder.with_suffix(""), ignore_errors=True)
-            folder.rename(folder.with_suffix(""))
-            flush(folder.parent)
+        while self.written and self.held_back is None:
+            step, stream = self.written[0]["step"], self.written.pop(0)["stream"]
+            folder = checkpoint_folder(self.cfg, step)
+            try:
+                (folder / "start.json").write_text(json.dumps({"step": step, "model": self.model} | stream))
+                for path in filter(Path.exists, (self.metrics, self.rollouts, folder / "start.json", folder)):
+                    flush(path)
+                shutil.rmtree(folder.with_suffix(""), ignore_errors=True)
+                folder.rename(folder.with_suffix(""))
+                flush(folder.parent)
+            except OSError as error:
+                self.trouble(f"the checkpoint of step {step} was not completed: {error}")
+                shutil.rmtree(folder, ignore_errors=True)
             for old in checkpoints(self.cfg)[: -self.cfg.keep_checkpoints]:
-                shutil.rmtree(old)
-        except OSError as error:
-            self.trouble(f"the checkpoint of step {step} was not completed: {error}")
+                shutil.rmtree(old, ignore_errors=True)
 
     def step_line(self, metrics: dict) -> dict:
         """The trainer's metrics with what only the launcher knows: the time, and what the actors did since the last."""
@@ -301,6 +309,7 @@ class Record:
         self.bar.write("".join(f"{cell:>{width}}" for cell, width in cells))
         self.bar.set_description(f"reward {line['reward']:.2f}", refresh=False)
         self.bar.update()
+        self.complete_checkpoints()
 
     def summary(self, outcome: str) -> str:
         """The run in a few lines."""
@@ -310,15 +319,16 @@ class Record:
             start, end = (f"{e['eval_accuracy']:.1%} (version {e['eval_version']})" for e in (evals[0], evals[-1]))
             lines.append(f"  held-out success  {start} -> {end}, {self.cfg.eval.prompts} prompts")
         if len(steps) > 1:
-            mean = {key: statistics.fmean(step[key] for step in steps) for key in ("lag_mean", "ess")}
+            ess = [step["ess"] for step in steps if step["ess"] is not None] or [math.nan]  # None: a skipped step
+            mean_lag = statistics.fmean(step["lag_mean"] for step in steps)
             total = {key: sum(step[key] for step in steps[1:]) for key in ("samples", "wait_s")}
             training_s, actors_s = steps[-1]["time_s"] - steps[0]["time_s"], self.totals["running_s"] or 1.0
             stall_s, idle = self.totals["update_stall_s"], self.totals["idle_s"] / actors_s
             lines += [
                 f"  reward            {steps[0]['reward']:.3f} -> {steps[-1]['reward']:.3f}",
                 f"  speed             {total['samples'] / training_s:.0f} samples/s",
-                f"  lag               mean {mean['lag_mean']:.2f}, max {max(step['lag_max'] for step in steps)} steps",
-                f"  ESS               mean {mean['ess']:.3f}, min {min(step['ess'] for step in steps):.3f}",
+                f"  lag               mean {mean_lag:.2f}, max {max(step['lag_max'] for step in steps)} steps",
+                f"  ESS               mean {statistics.fmean(ess):.3f}, min {min(ess):.3f}",
                 f"  update stall      {stall_s / actors_s:.2%} of the actors' time ({1000 * stall_s:.0f} ms in all)",
                 f"  idle              actors {idle:.1%}, trainer {total['wait_s'] / training_s:.1%}",
             ]
@@ -339,9 +349,9 @@ def show_rollout(rollout: dict) -> str:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Of a .jsonl file that may not be there; the last line may be half written."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    """Of a .jsonl file that may not be there; a last line without an end is half written and left out."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def flush(path: Path) -> None:
@@ -359,7 +369,18 @@ def checkpoints(cfg: Config) -> list[Path]:
     return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
 
 
-def resume(cfg: Config, model: dict[str, tuple[int, ...]]) -> Start:
+def fingerprint(model: Path) -> dict[str, str]:
+    """Of each file of weights: its first and last megabyte, which tell models apart wherever they lie."""
+    digests = {}
+    for path in sorted(model.glob("*.safetensors")):
+        with path.open("rb") as file:
+            head = file.read(2**20)
+            file.seek(max(0, path.stat().st_size - 2**20))
+            digests[path.name] = hashlib.sha256(head + file.read()).hexdigest()
+    return digests
+
+
+def resume(cfg: Config, model: dict[str, str]) -> Start:
     """The newest complete checkpoint; what the run did after it is cut from its files.
 
     Raises ConfigError if there is none, or it is of a run that this configuration cannot continue.
@@ -368,14 +389,15 @@ def resume(cfg: Config, model: dict[str, tuple[int, ...]]) -> Start:
     if not found:
         raise ConfigError(f"{cfg.run_dir} has no complete checkpoint to resume: begin anew, with --overwrite")
     before, now = json.loads((cfg.run_dir / "config.json").read_text()), json.loads(as_json(cfg))
-    for key in ("model", "data", "seed", "batch_size", "group_size"):
+    for key in ("data", "seed", "batch_size", "group_size"):
         if before[key] != now[key]:
             raise ConfigError(f"--resume: {key} is {now[key]}, the run has {before[key]}: what it did would not fit")
     state = json.loads((found[-1] / "start.json").read_text())
-    shapes = {name: tuple(shape) for name, shape in state.pop("model").items()}
-    if changed := [name for name in {**shapes, **model} if shapes.get(name) != model.get(name)]:
-        name, shape, was = changed[0], model.get(changed[0]), shapes.get(changed[0])
-        raise ConfigError(f"--resume: the model in {cfg.model} has changed: {name} is {shape}, the run has {was}")
+    if (was := state.pop("model")) != model:
+        changed = sorted(name for name in {**was, **model} if was.get(name) != model.get(name))
+        raise ConfigError(
+            f"--resume: {cfg.model} is not the model that the run began with: {', '.join(changed)} differs"
+        )
     start = Start(folder=found[-1], **state)
     if start.step >= cfg.steps:
         raise ConfigError(f"--resume: {cfg.run_dir} is complete after {start.step} steps: give more --steps to go on")
@@ -395,13 +417,14 @@ def as_json(cfg: Config) -> str:
     return json.dumps(dataclasses.asdict(cfg), indent=2, default=str) + "\n"
 
 
-def prepare_run_dir(cfg: Config, model: dict[str, tuple[int, ...]]) -> Start:
-    start = resume(cfg, model) if cfg.resume else Start()
+def prepare_run_dir(cfg: Config, model: dict[str, str]) -> Start:
+    """Raises ConfigError if it cannot be written, or there is something in it that is no run."""
     if cfg.run_dir.is_dir() and any(cfg.run_dir.iterdir()) and not cfg.resume:
         if not (cfg.run_dir / "config.json").is_file():
             raise ConfigError(f"{cfg.run_dir} is not empty and not a run: it is not replaced, choose another --name")
         shutil.rmtree(cfg.run_dir)
     try:
+        start = resume(cfg, model) if cfg.resume else Start()
         cfg.run_dir.mkdir(parents=True, exist_ok=True)
         (cfg.run_dir / "config.json").write_text(as_json(cfg))
     except OSError as error:
@@ -437,7 +460,7 @@ def gpus() -> list[str]:
 def run(cfg: Config) -> int:
     """A checked configuration -> exit code."""
     places = plan(cfg, sorted(os.sched_getaffinity(0)), [] if cfg.device == "cpu" else gpus())
-    model = model_layout(cfg.model)
+    model = fingerprint(cfg.model)
     start = prepare_run_dir(cfg, model)
     interrupted: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -450,7 +473,7 @@ def run(cfg: Config) -> int:
     try:
         dead = supervise(roles, record, interrupted)
     finally:
-        roles.stop(SAVE_S if interrupted else SHUTDOWN_S, interrupted)
+        roles.stop(SAVE_S if interrupted else SHUTDOWN_S, interrupted, record)
         drain(channels.reports, record)
         record.close_step()
         record.bar.close()

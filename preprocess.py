@@ -258,7 +258,8 @@ class Preprocessor:
         self.eval_prompts: list[tuple[int, torch.Tensor, dict]] = []
         if cfg.eval.every:
             self.eval_prompts = list(itertools.islice(prompts(cfg.eval.data, dropped=Counter()), cfg.eval.prompts))
-        self.next_eval = min(-(-start.step // max(1, cfg.eval.every)) * cfg.eval.every, cfg.steps)  # version
+        self.next_eval = min(start.next_eval, cfg.steps)  # version
+        self.running_eval = 0  # version
         self.eval_rollouts: list[Rollout] | None = None  # of the running evaluation
 
     @property
@@ -285,7 +286,7 @@ class Preprocessor:
         version = self.channels.weights.version
         if not self.eval_prompts or self.eval_rollouts is not None or version < self.next_eval:
             return
-        self.eval_rollouts = []
+        self.eval_rollouts, self.running_eval = [], self.next_eval
         for i, (_, prompt_ids, row) in enumerate(self.eval_prompts):
             self.channels.eval_prompts.put(Prompt(-1 - i, version, 1, prompt_ids, row))
         upcoming = (version // self.cfg.eval.every + 1) * self.cfg.eval.every
@@ -346,6 +347,7 @@ class Preprocessor:
             "next_group": max(self.start.next_group, next_row),
             "unfinished": sorted(not_yet_again | set(self.admission.deadlines)),
             "dropped": dict(self.dropped),
+            "next_eval": self.next_eval if self.eval_rollouts is None else self.running_eval,
         }
 
     def report_rollout(self, step: int, group: RolloutGroup) -> None:

@@ -22,7 +22,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -41,7 +41,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from config import Config, Start, checkpoint_folder
 from queues import Channels, MicroBatch, Report, SharedMemoryQueue, SharedMemoryWeights, StepBatch, Stopped
 
-SAVE_ERRORS = (OSError, CheckpointException, SafetensorError)  # of a disk that is full or read-only
+SAVE_ERRORS = (OSError, CheckpointException, SafetensorError, RuntimeError)  # of a disk that is full or read-only
+A_DAY = datetime.timedelta(days=1)
 
 # T tokens in a packed micro-batch, S sequences, C completion tokens that enter the loss, V entries in the vocabulary,
 # D the width of the model.
@@ -87,11 +88,11 @@ class HeadLogprobs(torch.autograd.Function):
     three, and 1/13 of the memory at V = 151,936 (bench/head.py).
     """
 
-    LOGITS = 2**26  # of a chunk
+    LOGITS = {"cpu": 2**26, "cuda": 2**28}  # of a chunk
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature):
-        chunk, parts = max(1, HeadLogprobs.LOGITS // len(weight)), []
+        chunk, parts = max(1, HeadLogprobs.LOGITS[weight.device.type] // len(weight)), []
         for h, target in zip(hidden.split(chunk), targets.split(chunk), strict=True):
             logits = (h @ weight.T).float().div_(temperature)  # (chunk, V)
             chosen, norm = logits.gather(-1, target[:, None]).squeeze(-1), logits.logsumexp(-1)
@@ -106,16 +107,19 @@ class HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         hidden, weight, targets, norm = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        chunk = max(1, HeadLogprobs.LOGITS // len(weight))
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        chunk = max(1, HeadLogprobs.LOGITS[weight.device.type] // len(weight))
         chunks = (x.split(chunk) for x in (hidden, targets, norm, grad, grad_hidden))
         for h, target, n, g, grad_h in zip(*chunks, strict=True):
             d = (h @ weight.T).float().div_(ctx.temperature).sub_(n[:, None]).exp_()  # softmax, (chunk, V)
             g = g[:, None] / ctx.temperature
             d = d.mul_(-g).scatter_add_(1, target[:, None], g).to(weight.dtype)  # (onehot(target) - softmax) · g
             torch.mm(d, weight, out=grad_h)
-            grad_weight.addmm_(d.T, h)
-        return grad_hidden, grad_weight, None, None
+            if weight.dtype == torch.float32:
+                grad_weight.addmm_(d.T, h)
+            else:
+                grad_weight.add_(d.T @ h)  # summed in float32 over the chunks
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
 class Policy(torch.nn.Module):
@@ -145,24 +149,28 @@ class Policy(torch.nn.Module):
         return HeadLogprobs.apply(hidden[index - 1], head.weight, micro_batch.input_ids[index], temperature)
 
 
+@torch.no_grad()
+def _head_is_all(policy: Policy) -> bool:
+    """Whether our log-probs are those of transformers' own attention and head and of what it does to logits then."""
+    ids, zeros, attention = torch.arange(8), torch.zeros(8), policy.lm.config._attn_implementation
+    logprobs, _ = policy(MicroBatch(ids, ids, ids > 0, zeros, ids, zeros, zeros, None), 1.0)
+    policy.lm.set_attn_implementation("sdpa")
+    logits = policy.lm(input_ids=ids[None]).logits[0, :-1]
+    policy.lm.set_attn_implementation(attention)
+    return torch.allclose(logprobs, logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1), atol=0.01)
+
+
 def load_policy(folder: Path, dtype: torch.dtype, device: torch.device) -> Policy:
     """Not in training mode: dropout would make π another policy than the one the engine samples from.
 
-    Raises ValueError for a model that does more to its logits than its head (scales or caps them).
+    Raises ValueError for a model that does more to its logits than a matrix product (a bias, a scale, a cap).
     """
     config = AutoConfig.from_pretrained(folder)
     full_attention = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
     attention = "sequence" if full_attention and getattr(config, "sliding_window", None) is None else "sdpa"
     policy = Policy(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval())
-    ids, zeros = torch.arange(8), torch.zeros(8)
-    with torch.no_grad():
-        logprobs, _ = policy(MicroBatch(ids, ids, ids > 0, zeros, ids, zeros, zeros, None), 1.0)
-        # Through transformers' own attention, its own head and whatever comes after it.
-        policy.lm.set_attn_implementation("sdpa")
-        logits = policy.lm(input_ids=ids[None]).logits[0, :-1].float()
-        policy.lm.set_attn_implementation(attention)
-    if not torch.allclose(logprobs, logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1), atol=0.05):
-        raise ValueError(f"{folder}: this model does more to its logits than its output head, which is not handled")
+    if policy.lm.get_output_embeddings().bias is not None or (dtype == torch.float32 and not _head_is_all(policy)):
+        raise ValueError(f"{folder}: this model does more to its logits than a matrix product, which is not handled")
     return policy.to(device)
 
 
@@ -267,7 +275,9 @@ class Trainer:
         self.cfg, self.rank, self.device, self.layout = cfg, rank, device, layout
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.peak_flops_per_s = matmul_flops_per_s(device)
-        self.policy = load_policy(cfg.model, torch.float32, device)
+        self.sharded = self.world_size > 1 or device.type == "cuda"
+        # FSDP2 takes each block to the GPU when it shards it: the whole never has to fit there.
+        self.policy = load_policy(cfg.model, torch.float32, torch.device("cpu") if self.sharded else device)
         self._prepare_blocks()
         self.parameters = dict(self.policy.lm.named_parameters(remove_duplicate=False))
         travelling = {id(self.parameters.get(name)) for name in layout}  # a tied head travels as the embedding
@@ -281,8 +291,9 @@ class Trainer:
         groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=cfg.train.lr, betas=cfg.train.adam_betas, fused=True)
         self.skipped_steps = 0
-        self.checkpoint_group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self.checkpoint_in_writing: tuple[dict, Future] | None = None  # what to report of it, and whether it is written
+        self.checkpoint_group = dist.new_group(backend="gloo", timeout=A_DAY) if dist.is_initialized() else None
+        self.checkpoint_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self.checkpoint_in_writing: Future | None = None
 
     def _prepare_blocks(self) -> None:
         """Per block and then for the rest: activation checkpointing, torch.compile, FSDP2; all in place, names stay.
@@ -290,21 +301,20 @@ class Trainer:
         Master weights and the optimizer's state are float32 everywhere; GPUs compute in bfloat16.
         """
         on_gpu = self.device.type == "cuda"
-        shard = self.world_size > 1 or on_gpu
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         options = {"mp_policy": half if on_gpu else MixedPrecisionPolicy()}
-        if shard:
+        if self.sharded:
             options["mesh"] = init_device_mesh(self.device.type, (self.world_size,))
         for block in self.policy.modules():
             if type(block).__name__ not in self.policy.lm._no_split_modules:
                 continue
+            if self.cfg.train.compile:  # inside of checkpointing, which is never traced, and of FSDP's hooks
+                block.forward = torch.compile(block.forward, dynamic=True)
             if self.cfg.train.activation_checkpointing:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-            if self.cfg.train.compile:
-                block.compile(dynamic=True)
-            if shard:
+            if self.sharded:
                 fully_shard(block, **options)
-        if shard:
+        if self.sharded:
             fully_shard(self.policy, **options)
 
     def backward(self, batch: StepBatch) -> dict:
@@ -331,6 +341,8 @@ class Trainer:
             self.optimizer.step()
         self.skipped_steps += not math.isfinite(grad_norm)
         self.optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the optimizer's kernels count
         seconds = time.monotonic() - start
         metrics |= {
             "grad_norm": grad_norm,
@@ -357,9 +369,11 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Write the model in Hugging Face format, beside `folder` first. A collective."""
-        state = {name: tensor.cpu() for name, tensor in self.weights()}
         if self.rank:
+            for _ in self.weights():  # only take part
+                pass
             return
+        state = {name: tensor.cpu() for name, tensor in self.weights()}
         unfinished = folder.with_name(folder.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         self.policy.lm.save_pretrained(unfinished, state_dict=state)
@@ -371,22 +385,24 @@ class Trainer:
 
     def state(self) -> dict:
         """What a checkpoint holds, under names that do not depend on the number of ranks. A collective."""
+        untouched = not self.optimizer.state
         model, optimizer = get_state_dict(self.policy, self.optimizer)
+        for moments in self.optimizer.state.values() if untouched else ():
+            moments["step"].zero_()  # torch fills empty states by a step of length 0, and counts it
         return {"model": model, "optimizer": optimizer, "random": torch.get_rng_state(), "skipped": self.skipped_steps}
 
     def write_checkpoint(self, batch: StepBatch, reports: SharedMemoryQueue | None) -> None:
         """Of the moment after this batch's step: the state is copied, then written in the background. A collective."""
-        self.report_checkpoint(reports, wait=True)
+        if self.checkpoint_in_writing:
+            self.checkpoint_in_writing.exception()  # waits for it
         folder, alone = checkpoint_folder(self.cfg, batch.step + 1), not dist.is_initialized()
         written = dcp.async_save(self.state(), checkpoint_id=folder, process_group=self.checkpoint_group, no_dist=alone)
-        self.checkpoint_in_writing = {"step": batch.step + 1, "stream": batch.stream}, written
+        values = {"step": batch.step + 1, "stream": batch.stream}
+        self.checkpoint_in_writing = self.checkpoint_thread.submit(self._report_checkpoint, values, written, reports)
 
-    def report_checkpoint(self, reports: SharedMemoryQueue | None, wait: bool) -> None:
-        """Whether the checkpoint in writing is complete, once that is known: the launcher gives it its name then."""
-        if self.checkpoint_in_writing is None or not (wait or self.checkpoint_in_writing[1].done()):
-            return
-        values, written = self.checkpoint_in_writing
-        self.checkpoint_in_writing, report = None, Report("checkpoint", values)
+    def _report_checkpoint(self, values: dict, written: Future, reports: SharedMemoryQueue | None) -> None:
+        """Once all ranks have written theirs; the launcher gives it its name then. Runs in a thread."""
+        report = Report("checkpoint", values)
         try:
             written.result()
         except SAVE_ERRORS as error:
@@ -394,7 +410,7 @@ class Trainer:
             report = Report("trouble", {"what": what})
             shutil.rmtree(checkpoint_folder(self.cfg, values["step"]), ignore_errors=True)  # room, if the disk is full
         if reports is not None:  # an empty queue is false
-            reports.try_put(report)
+            reports.put(report)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Written by any number of ranks. The optimizer's settings stay those of this run's configuration."""
@@ -431,7 +447,7 @@ def init_process_group(cfg: Config, rank: int, device: torch.device) -> None:
         init_method=f"file://{(cfg.run_dir / 'trainers.rendezvous').resolve()}",
         rank=rank,
         world_size=cfg.trainers,
-        timeout=datetime.timedelta(days=1),  # waiting for a batch may be long; the launcher sees who dies
+        timeout=A_DAY,  # waiting for a batch may be long; the launcher sees who dies
         device_id=device if device.type == "cuda" else None,
     )
 
@@ -478,7 +494,6 @@ def main(cfg: Config, channels: Channels, start: Start, rank: int, device_name: 
         if reports is not None:
             with contextlib.suppress(Stopped):  # then there is no next batch, and the model is saved
                 reports.put(Report("step", batch.metrics | metrics))
-        trainer.report_checkpoint(reports, wait=False)
         if cfg.checkpoint_every and (step + 1) % cfg.checkpoint_every == 0:
             trainer.write_checkpoint(batch, reports)
     if batch is not None and cfg.checkpoint_every and (batch.step + 1) % cfg.checkpoint_every:
@@ -486,7 +501,9 @@ def main(cfg: Config, channels: Channels, start: Start, rank: int, device_name: 
     try:
         trainer.save(cfg.run_dir / "model")
     except SAVE_ERRORS as error:
-        reports.try_put(Report("trouble", {"what": f"the model was not saved: {error}"}))
-    trainer.report_checkpoint(reports, wait=True)
+        if reports is None:
+            raise
+        reports.put(Report("trouble", {"what": f"the model was not saved: {error}"}))
+    trainer.checkpoint_thread.shutdown()  # waits for the checkpoint in writing
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -87,7 +87,7 @@ def main() -> None:
     args = parser.parse_args()
     if not on_gpu and not launch.KEEP_MEMORY.items() <= os.environ.items():  # as the launcher sets it for a trainer
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | launch.KEEP_MEMORY)
-    device = torch.device("cuda" if on_gpu else "cpu")
+    device = torch.device("cuda:0" if on_gpu else "cpu")
     name = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     with tempfile.TemporaryDirectory() as folder:
         options = TrainConfig(lr=1e-9, activation_checkpointing=args.activation_checkpointing, compile=args.compile)

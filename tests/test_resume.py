@@ -20,7 +20,7 @@ from test_train import CPU, TINY, groups, trainer
 
 import launch
 import train
-from config import ConfigError, Start, model_layout
+from config import ConfigError, Start
 from preprocess import make_step_batches
 from queues import StepBatch
 
@@ -37,7 +37,7 @@ def record(cfg) -> launch.Record:
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         (cfg.run_dir / name).touch()
-    return launch.Record(cfg, model_layout(cfg.model))
+    return launch.Record(cfg, launch.fingerprint(cfg.model))
 
 
 def ranks_train(rank: int, ranks: int, cfg, first: int, last: int, weights) -> None:
@@ -51,12 +51,12 @@ def ranks_train(rank: int, ranks: int, cfg, first: int, last: int, weights) -> N
     for step in range(first, last):
         one.step(batch(step, rank, ranks))
     one.write_checkpoint(batch(last - 1, rank, ranks), reports)
-    one.report_checkpoint(reports, wait=True)
+    one.checkpoint_thread.shutdown()
     whole = {name: tensor.clone() for name, tensor in one.weights()}
     if rank == 0:
-        report = reports.get()
+        report = reports.get(timeout_s=60)
         assert report.kind == "checkpoint", report
-        record(cfg).complete_checkpoint(**report.values)
+        record(cfg).take("checkpoint", report.values)
         torch.save(whole, weights)
 
 
@@ -99,9 +99,8 @@ def test_settings_of_the_optimizer_are_the_new_run_s_and_its_memory_is_the_old_o
     old.step(batch(0))
     old.skipped_steps = 3
     old.write_checkpoint(batch(0), reports)
-    old.report_checkpoint(reports, wait=True)
     new = trainer(changed(cfg, train=dict(weight_decay=0.2, adam_betas=(0.5, 0.6))))
-    record(cfg).complete_checkpoint(**reports.get().values)
+    record(cfg).take("checkpoint", reports.get(timeout_s=60).values)
     new.load_checkpoint(launch.checkpoints(cfg)[-1])
     assert new.skipped_steps == 3
     assert [group["weight_decay"] for group in new.optimizer.param_groups] == [0.2, 0.0]
@@ -116,8 +115,7 @@ def write_for_ever(cfg) -> None:
     one, reports, book = trainer(cfg), make_queue(), record(cfg)
     for step in range(10_000):
         one.write_checkpoint(batch(step), reports)
-        one.report_checkpoint(reports, wait=True)
-        book.complete_checkpoint(**reports.get().values)
+        book.take("checkpoint", reports.get(timeout_s=60).values)
 
 
 def test_kill_at_any_moment_of_writing_leaves_a_checkpoint_that_loads(tmp_path):
@@ -137,7 +135,7 @@ def test_kill_at_any_moment_of_writing_leaves_a_checkpoint_that_loads(tmp_path):
         process.kill()
         process.join()
         half_written += len(list((cfg.run_dir / "checkpoints").glob("*.unfinished")))
-        start = launch.resume(changed(cfg, resume=True), model_layout(cfg.model))
+        start = launch.resume(changed(cfg, resume=True), launch.fingerprint(cfg.model))
         one = trainer(cfg)
         one.load_checkpoint(start.folder)
         one.step(batch(start.step))
@@ -165,6 +163,7 @@ def test_groups_that_had_started_and_not_been_trained_start_again_and_no_other_d
         "next_group": 8,
         "unfinished": [3, 4, 5, 6, 7],
         "dropped": {"zero_variance": 1, "prompt_too_long": 0},
+        "next_eval": 0,
     }
     again = preprocessor(cfg, start=Start(step=1, **sent.stream))
     again.channels.weights.version = 1
@@ -184,6 +183,60 @@ def test_groups_that_had_started_and_not_been_trained_start_again_and_no_other_d
         partly.take(scored(prompt, [1.0, 0.0, 0.0, 0.0], 1))
     partly.send_batches()
     assert partly.channels.batches[0].get().stream == sent.stream | {"unfinished": [5, 6, 7]}
+
+
+def test_evaluation_that_was_running_is_made_again(tmp_path):
+    cfg = changed(TINY, batch_size=8, group_size=4, steps=100, eval=dict(every=10, prompts=3))
+    one = preprocessor(cfg)
+    one.issue_eval()
+    assert one.stream_position()["next_eval"] == 0 and one.next_eval == 10
+    for _ in range(3):
+        prompt = one.channels.eval_prompts.get()
+        one.take(scored(prompt, [1.0], 0))
+    assert one.stream_position()["next_eval"] == 10
+    again = preprocessor(cfg, start=Start(step=7, next_eval=0))
+    again.issue_eval()
+    assert len(again.channels.eval_prompts) == 3
+
+
+# ---------------------------------------------------------------- the launcher's part
+
+
+def step_report(step: int, **values) -> dict:
+    times = dict(wait_s=0.1, train_s=0.1, tokens=100, samples=8, lag_mean=1.0, lag_max=2, ess=0.5, reward=0.5)
+    return times | dict(step=step, version=step) | values
+
+
+def test_last_checkpoint_is_complete_only_with_the_last_line_and_its_evaluation(tmp_path):
+    """Else a kill between the two would leave a run that is neither finished nor to be resumed."""
+    cfg = changed(TINY, runs_dir=tmp_path, name="run", steps=1, eval=dict(every=1))
+    book = record(cfg)
+    (tmp_path / "run" / "checkpoints" / "step-1.unfinished").mkdir(parents=True)
+    book.take("step", step_report(1))
+    book.take("checkpoint", {"step": 1, "stream": {}})
+    assert not launch.checkpoints(cfg) and not launch.read_lines(book.metrics)
+    book.take("eval", {"eval_version": 1, "eval_accuracy": 0.5})
+    assert [folder.name for folder in launch.checkpoints(cfg)] == ["step-1"]
+    assert launch.read_lines(book.metrics)[0]["eval_accuracy"] == 0.5
+
+
+def test_summary_survives_steps_that_were_skipped(tmp_path):
+    book = record(changed(TINY, runs_dir=tmp_path, name="run", steps=3, eval=dict(every=0)))
+    for step, ess in enumerate((0.5, None, 1.0), start=1):
+        book.take("step", step_report(step, ess=ess, grad_norm=None if ess is None else 1.0))
+    assert "ESS               mean 0.750, min 0.500" in book.summary("complete")
+
+
+def test_oldest_checkpoints_go_and_a_failed_one_leaves_nothing(tmp_path):
+    cfg = changed(TINY, runs_dir=tmp_path, name="run", keep_checkpoints=2, eval=dict(every=0))
+    book, folder = record(cfg), tmp_path / "run" / "checkpoints"
+    for step in (9, 10, 11):
+        (folder / f"step-{step}.unfinished").mkdir(parents=True)
+        book.take("checkpoint", {"step": step, "stream": {}})
+    assert [path.name for path in launch.checkpoints(cfg)] == ["step-10", "step-11"] and not book.troubles
+    (folder / "step-12.unfinished" / "start.json").mkdir(parents=True)  # cannot be written as a file
+    book.take("checkpoint", {"step": 12, "stream": {}})
+    assert sorted(path.name for path in folder.iterdir()) == ["step-10", "step-11"] and book.troubles == 1
 
 
 # ---------------------------------------------------------------- whole runs
@@ -255,7 +308,7 @@ def test_full_disk_does_not_end_the_run_but_its_exit_code_tells(tmp_path):
         assert run.wait(START_S) == 1, run.text()
         text = run.text()
         assert "No space left on device" in text and "trouble: the checkpoint of step" in text, text
-        assert "after 6 of 6 optimizer steps" in text
+        assert "complete, " in text and "after 6 of 6 optimizer steps" in text, "no role failed"
         (disk / "filler").unlink()
         again = Run(disk, *SHORT, "--eval.every", "0", "--steps", "7", "--resume")  # what was complete still is
         assert again.wait(START_S) == 0, again.text()
@@ -285,24 +338,22 @@ def interrupted(tmp_path):
     (cfg.run_dir / "config.json").write_text(launch.as_json(cfg))
     folder = cfg.run_dir / "checkpoints" / "step-3.unfinished"
     folder.mkdir(parents=True)
-    book.complete_checkpoint(3, {"next_group": 9, "unfinished": [], "dropped": {}})
+    book.take("checkpoint", {"step": 3, "stream": {"next_group": 9, "unfinished": [], "dropped": {}}})
     return cfg
 
 
 def test_changes_that_would_not_fit_are_refused_by_name_and_others_are_not(interrupted):
-    cfg, layout = interrupted, model_layout(interrupted.model)
+    cfg, model = interrupted, launch.fingerprint(interrupted.model)
     for change in (dict(batch_size=64), dict(group_size=4), dict(seed=5), dict(data="other.jsonl")):
         ((key, value),) = change.items()
         with pytest.raises(ConfigError, match=f"--resume: {key} is {value}, the run has {getattr(cfg, key)}"):
-            launch.resume(changed(cfg, **change), layout)
-    with pytest.raises(
-        ConfigError, match="--resume: the model in .* has changed: lm_head.weight is .5, 5., the run has"
-    ):
-        launch.resume(cfg, layout | {"lm_head.weight": (5, 5)})
+            launch.resume(changed(cfg, **change), model)
+    with pytest.raises(ConfigError, match="is not the model that the run began with: model.safetensors differs"):
+        launch.resume(cfg, {"model.safetensors": "another"})
     with pytest.raises(ConfigError, match="complete after 3 steps: give more --steps"):
-        launch.resume(changed(cfg, steps=3), layout)
+        launch.resume(changed(cfg, steps=3), model)
     allowed = changed(cfg, max_lag=1, steps=500, train=dict(lr=1e-5))
-    assert launch.resume(allowed, layout).step == 3
+    assert launch.resume(allowed, model).step == 3
 
 
 def test_nothing_to_resume_is_said(tmp_path, interrupted):
@@ -317,12 +368,12 @@ def test_half_written_checkpoint_is_ignored_and_said(interrupted, capsys):
     newer = interrupted.run_dir / "checkpoints" / "step-7.unfinished"
     newer.mkdir()
     (newer / "__0_0.distcp").write_bytes(b"half")
-    assert launch.resume(interrupted, model_layout(interrupted.model)).step == 3
+    assert launch.resume(interrupted, launch.fingerprint(interrupted.model)).step == 3
     assert "step-7.unfinished is half-written and ignored" in capsys.readouterr().out and not newer.exists()
 
 
 def test_lines_after_the_checkpoint_and_half_a_line_are_cut(interrupted):
     path = interrupted.run_dir / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 4)) + '{"step": 5, "los')
-    launch.resume(interrupted, model_layout(interrupted.model))
+    launch.resume(interrupted, launch.fingerprint(interrupted.model))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]

@@ -233,10 +233,13 @@ def test_two_ranks_give_the_gradient_steps_weights_and_model_of_one(tmp_path):
         assert torch.equal(parameter, weights2[name]), name
 
 
-@pytest.mark.parametrize("option", ["activation_checkpointing", "compile"])
-def test_option_changes_no_gradient(option):
-    plain, other = trainer(), trainer(changed(TINY, train={option: True}))
+def test_activation_checkpointing_and_compilation_change_no_gradient():
+    """The two together, as a large model has them: nothing is compiled if they are put on in the wrong order."""
+    options = dict(activation_checkpointing=True, compile=True)
+    plain, other = trainer(), trainer(changed(TINY, train=options))
+    torch._dynamo.utils.counters.clear()
     assert_close(gradient(plain, cut(150)[0])[0], gradient(other, cut(150)[0])[0], 1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
     assert [name for name, _ in plain.weights()] == [name for name, _ in other.weights()]
 
 
@@ -250,7 +253,7 @@ def test_head_in_chunks_equals_the_plain_one(monkeypatch, temperature):
         log_softmax = (h @ w.T / t).log_softmax(-1)
         return log_softmax.gather(1, y[:, None]).squeeze(1), -(log_softmax.exp() * log_softmax).sum(-1)
 
-    monkeypatch.setattr(HeadLogprobs, "LOGITS", 300 * 7)  # 7 tokens at a time, the last time 1
+    monkeypatch.setattr(HeadLogprobs, "LOGITS", {"cpu": 300 * 7})  # 7 tokens at a time, the last time 1
     for version in (plain, HeadLogprobs.apply):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         logprobs, entropy = version(h, w, targets, temperature)
@@ -304,7 +307,7 @@ def test_weight_decay_spares_norms_and_biases():
 def test_training_flops_by_hand_and_against_a_count():
     """tiny: 3 layers, D = 128, 4 heads of 32, 2 key-value heads, inner width 256, V = 16."""
     lm = load_policy(TINY.model, torch.float32, CPU).lm
-    rollout = Rollout(torch.arange(1, 31), torch.zeros(30) - 1, torch.zeros(30, dtype=torch.int64), "stop", 1.0)
+    rollout = Rollout(torch.arange(1, 31) % 15, torch.zeros(30) - 1, torch.zeros(30, dtype=torch.int64), "stop", 1.0)
     micro_batch = make_micro_batch([Sequence(torch.arange(1, 11), rollout, 1.0, 1.0)] * 2)
     block = 128 * 128 + 2 * 128 * 64 + 128 * 128 + 3 * 128 * 256
     expected = 6 * (3 * block * 80 + 16 * 128 * 60 + 3 * 4 * 32 * 2 * 40**2)
@@ -313,9 +316,8 @@ def test_training_flops_by_hand_and_against_a_count():
     one = trainer()
     with FlopCounterMode(display=False) as counter:
         one.backward(StepBatch(0, [micro_batch], 60, {}))
-    # Counted besides: the other half of the attention's pairs and its recomputation, the head's recomputation.
-    uncounted = 3 * 4 * 32 * 2 * 40**2
-    assert expected < counter.get_total_flops() <= expected + 6 * uncounted + 4 * uncounted + 2 * 16 * 128 * 60
+    # The counter does not know the CPU's attention kernel, nor `addmm_`, which is as much as the head's recomputation.
+    assert counter.get_total_flops() == 6 * (3 * block * 80 + 16 * 128 * 60)
 
 
 def test_packed_log_probs_equal_those_of_each_sequence_alone():
