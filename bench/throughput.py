@@ -150,14 +150,15 @@ class Processes:
         return sum(max(0.0, min(moment, end) - start) for start, end in self.turns)
 
     def counted(self, path: Path) -> list[dict]:
-        """The lines written in its turns, with `seconds` since the line before and whether a turn `ended` meanwhile."""
+        """The lines written in its turns, with `seconds` since the line before and whether they are `cut`: a stop since
+        the line before the one before would count as waiting (actors report a step late)."""
         text = path.read_text()
         lines = [json.loads(line) for line in text[: text.rindex("\n")].splitlines()]
         counted = []
-        for before, line in zip(lines, lines[1:], strict=False):
+        for earlier, before, line in zip(lines, lines[1:], lines[2:], strict=False):
             seconds = self.clock(line["time_s"]) - self.clock(before["time_s"])
             if before["time_s"] > self.turns[0][0]:
-                cut = any(before["time_s"] < end < line["time_s"] for _, end in self.turns)
+                cut = any(earlier["time_s"] < end < line["time_s"] for _, end in self.turns)
                 counted.append(line | {"seconds": seconds, "cut": cut})
         return counted
 
