@@ -163,7 +163,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
             steps=200,
             batch_size=128,
             group_size=8,
-            max_lag=3,
+            max_lag=4,
             data=f"{TINY}/task.py:train_rows",
             reward=RewardConfig(function=f"{TINY}/task.py:reward"),
             actor=ActorConfig(
@@ -175,7 +175,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
                 prefix_caching=False,
                 enforce_eager=True,
             ),
-            preprocess=PreprocessConfig(max_tokens_per_microbatch=2048, ready_batches=2),
+            preprocess=PreprocessConfig(max_tokens_per_microbatch=2048, ready_batches=3),
             train=TrainConfig(lr=2e-4, warmup_steps=20, lr_schedule="linear"),
             eval=EvalConfig(data=f"{TINY}/task.py:held_out_rows", every=50, prompts=256),
         ),
