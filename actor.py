@@ -51,8 +51,7 @@ class WeightReceiver:
 
     def join_weight_channel(self, weights: SharedMemoryWeights) -> None:
         """Raises RuntimeError unless the noted copies write every parameter, from whole staged weights."""
-        model, dtype = self.model_runner.model, getattr(torch, weights.dtype)
-        self.weights = weights
+        self.weights, model, dtype = weights, self.model_runner.model, getattr(torch, weights.dtype)
         self.staging = {n: torch.empty(shape, dtype=dtype, device=self.device) for n, shape in weights.layout.items()}
         for path in Path(self.vllm_config.model_config.model).glob("*.safetensors"):
             for name in self.staging.keys() & (tensors := load_file(path)).keys():
@@ -190,16 +189,16 @@ class Actor:
         self.groups: dict[int, list[Rollout]] = {}  # group id -> its finished samples
         self.outbox: deque[RolloutGroup] = deque()
         self.evals_left = 0  # samples of the running evaluation not finished; weights stand still until it is 0
-        self.started = time.monotonic()
-        self.totals = {"generated_tokens": 0, "update_stall_s": 0.0, "idle_s": 0.0}
-
-    def may_update(self) -> bool:
-        """Whether the schedule lets the weights change now: not under a running evaluation, nor (drain) a sequence."""
-        return not self.evals_left and not (self.cfg.actor.update == "drain" and self.in_flight)
+        self.done, self.reported = Counter(), time.monotonic()  # since the last report
 
     def update(self) -> None:
-        self.totals["update_stall_s"] += self.engine.load_weights()
-        self.report()
+        """Load newer weights if they are there and the schedule lets them change: not under a running evaluation, nor
+        (drain) under a sequence."""
+        drain = self.cfg.actor.update == "drain"
+        standing = self.evals_left or (drain and self.in_flight)
+        if not standing and self.engine.newer_weights_staged():  # in this order: what is staged shall not grow old
+            self.done["update_stall_s"] += self.engine.load_weights()
+            self.report()
 
     def admit(self) -> None:
         """Fill up to H sequences in flight, sample by sample; evaluation prompts go first."""
@@ -207,7 +206,7 @@ class Actor:
             return  # let what is in flight run dry, then wait for the newest weights
         while len(self.in_flight) < self.cfg.actor.sequences and self._take_prompt():
             prompt = self.waiting[0]
-            if prompt.version > self.engine.version and self.may_update() and self.engine.newer_weights_staged():
+            if prompt.version > self.engine.version:
                 self.update()
             if prompt.version > self.engine.version:  # its weights are published, but not beside the model yet
                 return
@@ -217,11 +216,11 @@ class Actor:
 
     def _take_prompt(self) -> bool:
         """Make `waiting` hold the next sample; False if there is none or finished groups pile up behind us."""
-        prompt = self.channels.eval_prompts.try_get() if self.index == 0 else None
+        prompt = self.channels.eval_prompts.get(timeout_s=0) if self.index == 0 else None
         if prompt is not None:
             self.waiting.appendleft(prompt)
         elif not self.waiting and len(self.outbox) < 4:
-            prompt = self.channels.prompts.try_get()
+            prompt = self.channels.prompts.get(timeout_s=0)
             if prompt is not None:
                 self.waiting.extend([prompt] * prompt.samples)
         return bool(self.waiting)
@@ -230,18 +229,21 @@ class Actor:
         """Decode one token of every sequence in flight; send the groups that this finishes."""
         for request_id, rollout in self.engine.step().items():
             prompt = self.in_flight.pop(request_id)
-            self.totals["generated_tokens"] += len(rollout.completion_ids)
+            self.done["generated_tokens"] += len(rollout.completion_ids)
             self.evals_left -= prompt.is_eval
             rollouts = self.groups.setdefault(prompt.group_id, [])
             rollouts.append(rollout)
             if len(rollouts) == prompt.samples:
                 self.outbox.append(RolloutGroup(prompt, self.groups.pop(prompt.group_id)))
-        while self.outbox and self.channels.completions.try_put(self.outbox[0]):
+        while self.outbox and self.channels.completions.put(self.outbox[0], timeout_s=0):
             self.outbox.popleft()
 
     def report(self) -> None:
-        values = {"actor": self.index, "running_s": time.monotonic() - self.started, "in_flight": len(self.in_flight)}
-        self.channels.reports.try_put(Report("actor", self.totals | values))
+        """What was done since the last report; if there is no room for it, it joins the next."""
+        now = time.monotonic()
+        values = {"actor": self.index, "in_flight": len(self.in_flight), "running_s": now - self.reported}
+        if self.channels.reports.put(Report("actor", {**self.done, **values}), timeout_s=0):
+            self.done, self.reported = Counter(), now
 
 
 def main(cfg: Config, channels: Channels, start: Start, index: int, device: str) -> None:
@@ -250,14 +252,12 @@ def main(cfg: Config, channels: Channels, start: Start, index: int, device: str)
     engine.join_weight_channel(channels.weights)
     actor = Actor(cfg, channels, engine, index)
     while not channels.stop.value:
-        if actor.may_update() and engine.newer_weights_staged():  # in this order: what is staged shall not grow old
-            actor.update()
+        actor.update()
         actor.admit()
-        if actor.in_flight:
-            actor.step()
-        else:
-            start = time.monotonic()
+        idle, begin = not actor.in_flight, time.monotonic()
+        if idle:
             time.sleep(0.001)
-            actor.step()  # nothing to decode, but groups may wait to be sent
-            actor.totals["idle_s"] += time.monotonic() - start
+        actor.step()  # with nothing to decode, too: groups may wait to be sent
+        if idle:
+            actor.done["idle_s"] += time.monotonic() - begin
     actor.report()

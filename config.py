@@ -1,14 +1,19 @@
-"""The configuration of a run: one dataclass tree, the presets, and the checks made before anything heavy starts."""
+"""The configuration of a run: one dataclass tree, and the checks made before anything heavy starts.
 
-import importlib.util
+A preset is a file: examples/<name>/preset.py, beside its task and its model.
+"""
+
 import itertools
 import json
+import math
 import operator
-import sys
+import runpy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from safetensors import SafetensorError, safe_open
 
 
 class ConfigError(Exception):
@@ -19,8 +24,7 @@ class ConfigError(Exception):
 class RewardConfig:
     """Verification, in processes of its own so that decoding never waits for it."""
 
-    # `exact` (completion equals answer) or `file.py:function`, called with (completion text, row) -> float.
-    function: str = "exact"
+    function: str = "exact"  # `exact` (equals the answer) or `file.py:function`: (completion text, row) -> float.
     workers: int = 1  # Processes that compute rewards.
 
 
@@ -34,12 +38,9 @@ class ActorConfig:
     top_k: int = 0  # Must be 0 (off): the trainer cannot mirror a truncated distribution.
     max_prompt_tokens: int = 512  # Longer prompts are skipped and counted.
     max_completion_tokens: int = 1024  # Longer completions are cut (finish reason "length").
-    # Load new weights between decode steps, or only after every sequence in flight has finished.
-    update: Literal["inflight", "drain"] = "inflight"
-    # At an update, running sequences keep their KV cache or have it recomputed under the new weights.
-    kv: Literal["keep", "recompute"] = "keep"
-    # Precision of the engine and of the weights on their way to it.
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    update: Literal["inflight", "drain"] = "inflight"  # New weights come in between decode steps, or sequences.
+    kv: Literal["keep", "recompute"] = "keep"  # What becomes of running sequences' KV cache at an update.
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # Of the engine and of the weights on their way to it.
     kv_cache_gib: int = 4  # KV cache of an actor without a GPU.
     gpu_memory_utilization: float = 0.8  # Share of the GPU's memory for vLLM; a second copy of the weights is on top.
     prefix_caching: bool = True  # Share the prompt's KV cache within a group (never between versions).
@@ -50,16 +51,10 @@ class ActorConfig:
 class PreprocessConfig:
     """Advantages and batches."""
 
-    # Baseline of a sample's reward: the mean of the group's other samples, or of the whole group.
-    baseline: Literal["leave_one_out", "mean"] = "leave_one_out"
+    baseline: Literal["leave_one_out", "mean"] = "leave_one_out"  # Mean reward of the group's others, or of all.
     divide_by_std: bool = False  # Divide advantages by the group's standard deviation of rewards (as GRPO does).
-    # What becomes of groups whose rewards are all equal: trained with advantage 0, or dropped and counted.
-    zero_variance: Literal["keep", "drop"] = "keep"
-    # Sequences are packed into micro-batches of at most this many tokens (a longer sequence has one to itself).
-    max_tokens_per_microbatch: int = 4096
-    # Groups are trained in the order they started (each batch a fair draw of prompts) or as they finish (less lag, but
-    # batches of short and of long completions take turns).
-    order: Literal["started", "finished"] = "started"
+    zero_variance: Literal["keep", "drop"] = "keep"  # Groups of equal rewards: advantage 0, or dropped and counted.
+    max_tokens_per_microbatch: int = 4096  # To which sequences are packed (a longer one has a micro-batch to itself).
     ready_batches: int = 4  # No new group starts while so many batches wait for the trainer or are in training.
 
 
@@ -69,14 +64,12 @@ class TrainConfig:
 
     lr: float = 1e-6  # Learning rate after warm-up.
     warmup_steps: int = 0  # Optimizer steps over which the learning rate rises linearly.
-    # After warm-up the learning rate stays, or falls to 0 at the last step.
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # To 0 at the last step, unless constant.
     adam_betas: tuple[float, float] = (0.9, 0.95)  # Adam's decay rates.
     weight_decay: float = 0.0  # Decoupled weight decay, of matrices only (not of norms and biases).
     max_grad_norm: float = 1.0  # Gradients are clipped to this global norm.
     clamp: float = 5.0  # c: importance ratios are clamped to at most this.
-    # Every token of the batch weighs the same, or every sequence does.
-    normaliser: Literal["token", "sequence"] = "token"
+    normaliser: Literal["token", "sequence"] = "token"  # Which of the two all weigh the same in the loss.
     kl_coef: float = 0.0  # Weight of the KL penalty against the initial model; 0: no reference model is loaded.
     activation_checkpointing: bool = False  # Keep only each block's input for backward; compute the rest again.
     compile: bool = False  # Compile the model's blocks (torch.compile).
@@ -87,8 +80,7 @@ class EvalConfig:
     """Held-out success, sampled at the training temperature by actor 0 between training sequences."""
 
     data: str = ""  # Held-out rows, as `data`.
-    # Optimizer steps between evaluations (there is one at the start and one at the end as well); 0: none.
-    every: int = 50
+    every: int = 50  # Optimizer steps between evaluations (one at the start and one at the end as well); 0: none.
     prompts: int = 256  # Held-out prompts, one sample each, always the same ones.
 
 
@@ -109,13 +101,11 @@ class Config:
     data: str = ""
     actors: int = 1  # Generation processes.
     trainers: int = 1  # Training processes; they share each batch and the sharded model (FSDP2).
-    # Where models run; auto: GPUs if there are enough for every actor and trainer.
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs if there is one for every actor and trainer.
     steps: int = 100  # Optimizer steps.
     batch_size: int = 128  # Samples an optimizer step trains on.
     group_size: int = 8  # Samples of each prompt.
-    # Hard bound, in optimizer steps, on the lag of any trained token, held by admission; None: no bound.
-    max_lag: int | None = None
+    max_lag: int | None = None  # Hard bound, in optimizer steps, on the lag of any trained token; None: no bound.
     show_every: int = 25  # Optimizer steps between decoded rollouts on the screen; 0: none.
     reward: RewardConfig = field(default_factory=RewardConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
@@ -130,6 +120,10 @@ class Config:
     @property
     def run_dir(self) -> Path:
         return self.runs_dir / self.name
+
+    def checkpoint_dir(self, step: int) -> Path:
+        """Where a checkpoint is written; complete, it loses the ending."""
+        return self.run_dir / "checkpoints" / f"step-{step}.unfinished"
 
 
 @dataclass(frozen=True)
@@ -147,42 +141,6 @@ class Start:
     next_eval: int = 0  # version at which an evaluation is due
 
 
-def checkpoint_folder(cfg: Config, step: int) -> Path:
-    """Where a checkpoint is written; complete, it loses the ending."""
-    return cfg.run_dir / "checkpoints" / f"step-{step}.unfinished"
-
-
-TINY = Path(__file__).parent / "examples" / "tiny"
-
-PRESETS: dict[str, tuple[str, Config]] = {
-    "tiny": (
-        "chain sums with a 0.45 M-parameter model: learns on two CPU cores in under three minutes",
-        Config(
-            name="tiny",
-            model=TINY / "model",
-            steps=200,
-            batch_size=128,
-            group_size=8,
-            max_lag=4,
-            data=f"{TINY}/task.py:train_rows",
-            reward=RewardConfig(function=f"{TINY}/task.py:reward"),
-            actor=ActorConfig(
-                sequences=128,
-                max_prompt_tokens=32,
-                max_completion_tokens=64,
-                dtype="float32",
-                kv_cache_gib=1,
-                prefix_caching=False,
-                enforce_eager=True,
-            ),
-            preprocess=PreprocessConfig(max_tokens_per_microbatch=2048, ready_batches=3),
-            train=TrainConfig(lr=2e-4, warmup_steps=20, lr_schedule="linear"),
-            eval=EvalConfig(data=f"{TINY}/task.py:held_out_rows", every=50, prompts=256),
-        ),
-    )
-}
-
-
 def load_function(spec: str) -> Callable:
     """`path/file.py:name` -> the function. Raises ConfigError if there is none."""
     path, _, name = spec.rpartition(":")
@@ -190,16 +148,19 @@ def load_function(spec: str) -> Callable:
         raise ConfigError(f"{spec!r}: want `file.py:function`")
     if not Path(path).is_file():
         raise ConfigError(f"{path}: no such file (named by {spec!r})")
-    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module
     try:
-        module_spec.loader.exec_module(module)
+        function = runpy.run_path(path, run_name=Path(path).stem).get(name)
     except Exception as error:
         raise ConfigError(f"{path} cannot be imported: {error!r} (named by {spec!r})") from error
-    if not callable(getattr(module, name, None)):
+    if not callable(function):
         raise ConfigError(f"{path} has no function {name!r} (named by {spec!r})")
-    return getattr(module, name)
+    return function
+
+
+def presets() -> dict[str, Callable[[], Config]]:
+    """Name -> the function that makes it; its docstring is what --help says of it."""
+    folder = Path(__file__).parent / "examples"
+    return {path.parent.name: load_function(f"{path}:preset") for path in sorted(folder.glob("*/preset.py"))}
 
 
 def read_jsonl(path: Path) -> list[dict]:
@@ -208,35 +169,33 @@ def read_jsonl(path: Path) -> list[dict]:
         raise ConfigError(f"dataset {path}: no such file")
     rows = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
+        where = f"dataset {path}, line {number}"
         try:
-            row = json.loads(line)
+            if line.strip():
+                rows.append(checked_row(json.loads(line), where))
         except ValueError as error:
-            raise ConfigError(f"dataset {path}, line {number}: not JSON ({error})") from None
-        check_row(row, f"dataset {path}, line {number}")
-        rows.append(row)
+            raise ConfigError(f"{where}: not JSON ({error})") from None
     if not rows:
         raise ConfigError(f'dataset {path} is empty: want a line {{"prompt": …, "answer": …}} a row')
     return rows
 
 
-def check_row(row: object, where: str) -> None:
+def checked_row(row: object, where: str) -> dict:
     """Raises ConfigError unless `row` is a dict with a non-empty string `prompt` and a string `answer`."""
     if not isinstance(row, dict):
         raise ConfigError(f'{where}: want an object with "prompt" and "answer", got {row!r}')
     for key in ("prompt", "answer"):
         if not isinstance(row.get(key), str) or (key == "prompt" and not row[key]):
             raise ConfigError(f'{where}: "{key}" is missing or not a string: {row!r}')
+    return row
 
 
 def model_layout(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every weight in the folder's safetensors files: what travels from trainer to actors."""
     layout = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        layout |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        with safe_open(path, framework="pt") as file:
+            layout |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     return layout
 
 
@@ -247,21 +206,21 @@ def check(cfg: Config) -> None:
 
 
 def _wrong_values(cfg: Config) -> Iterator[str]:
-    def wrong(names: str, want: str, right: Callable) -> Iterator[str]:
+    counts = "actors trainers steps batch_size group_size reward.workers actor.sequences actor.max_prompt_tokens "
+    counts += "actor.max_completion_tokens preprocess.max_tokens_per_microbatch preprocess.ready_batches eval.prompts "
+    counts += "actor.kv_cache_gib keep_checkpoints"
+    positive = "actor.gpu_memory_utilization train.lr train.clamp train.max_grad_norm"
+    others = "seed max_lag eval.every show_every train.warmup_steps train.kl_coef train.weight_decay checkpoint_every"
+    for names, want, right in (
+        (counts, "at least 1", lambda value: value >= 1),
+        ("actor.temperature", "at least 0.01, vLLM's least", lambda value: value >= 0.01),
+        (positive, "more than 0", lambda value: value > 0),
+        (others, "0 or more", lambda value: value >= 0),
+    ):
         for name in names.split():
             value = operator.attrgetter(name)(cfg)
             if value is not None and not right(value):
                 yield f"{name} is {value}: want {want}"
-
-    counts = "actors trainers steps batch_size group_size reward.workers actor.sequences actor.max_prompt_tokens "
-    counts += "actor.max_completion_tokens preprocess.max_tokens_per_microbatch preprocess.ready_batches eval.prompts "
-    counts += "actor.kv_cache_gib keep_checkpoints"
-    yield from wrong(counts, "at least 1", lambda value: value >= 1)
-    yield from wrong("actor.temperature", "at least 0.01, vLLM's least", lambda value: value >= 0.01)
-    positive = "actor.gpu_memory_utilization train.lr train.clamp train.max_grad_norm"
-    yield from wrong(positive, "more than 0", lambda value: value > 0)
-    others = "seed max_lag eval.every show_every train.warmup_steps train.kl_coef train.weight_decay checkpoint_every"
-    yield from wrong(others, "0 or more", lambda value: value >= 0)
     if cfg.actor.gpu_memory_utilization > 1:
         yield f"actor.gpu_memory_utilization is {cfg.actor.gpu_memory_utilization}: want a share, at most 1"
     if not all(0 <= beta < 1 for beta in cfg.train.adam_betas):
@@ -289,9 +248,9 @@ def _wrong_model(cfg: Config) -> Iterator[str]:
     if not files & {"tokenizer.json", "tokenizer.model", "vocab.json"}:
         yield f"model folder {cfg.model} has no tokenizer: save it there with tokenizer.save_pretrained()"
     try:
-        context = json.loads((cfg.model / "config.json").read_text()).get("max_position_embeddings") or float("inf")
+        context = json.loads((cfg.model / "config.json").read_text()).get("max_position_embeddings") or math.inf
         model_layout(cfg.model)
-    except (ValueError, KeyError, TypeError, MemoryError) as error:
+    except (ValueError, SafetensorError) as error:
         yield f"model folder {cfg.model}: a file is damaged or not fetched whole ({error!r})"
     prompt, completion = cfg.actor.max_prompt_tokens, cfg.actor.max_completion_tokens
     if prompt + completion > context:
@@ -300,7 +259,7 @@ def _wrong_model(cfg: Config) -> Iterator[str]:
 
 
 def _wrong_sources(cfg: Config) -> Iterator[str]:
-    """Datasets, the verifier and the run folder."""
+    """Datasets and the verifier."""
     if not cfg.data:
         yield "data is empty: name a .jsonl file or `file.py:function`"
     if cfg.eval.every and not cfg.eval.data:
@@ -310,12 +269,6 @@ def _wrong_sources(cfg: Config) -> Iterator[str]:
         first = next(iter(rows), None)
         if first is None:
             yield f"{source} yields no rows"
-        check_row(first, f"first row of {source}")
+        checked_row(first, f"first row of {source}")
     if cfg.reward.function != "exact":
         load_function(cfg.reward.function)
-    holds_a_run = cfg.run_dir.is_file() or (cfg.run_dir.is_dir() and any(cfg.run_dir.iterdir()))
-    if holds_a_run and not cfg.overwrite and not cfg.resume:
-        choices = "give --overwrite to replace it, --resume to go on with it, or another --name"
-        yield f"{cfg.run_dir} already holds a run: {choices}"
-    if cfg.overwrite and cfg.resume:
-        yield "--overwrite would delete what --resume is to go on with: give one of them"

@@ -9,24 +9,25 @@ emits     prompts: leave to sample a group; batches: a `StepBatch` for every tra
         batch = admission.next_batch(finished groups); send its packed parts to the trainer ranks
 
 Unlike the paper's ring buffer nothing is thrown away to keep lag small: a group is only started if it is certain to be
-trained in time. Whoever throws away what comes late prefers short answers.
+trained in time. Whoever throws away what comes late prefers short answers. And groups are trained in the order they
+started, not as they finish.
 """
 
 import dataclasses
-import functools
 import heapq
 import itertools
+import math
 import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from config import Config, ConfigError, Start, check_row, load_function, read_jsonl
+from config import Config, ConfigError, Start, checked_row, load_function, read_jsonl
 from queues import Channels, MicroBatch, Prompt, Report, Rollout, RolloutGroup, StepBatch
 
 
@@ -35,20 +36,17 @@ def rows(source: str, seed: int) -> Iterator[dict]:
 
     A finite function is called again with another seed when it is exhausted. Raises ConfigError for a malformed row.
     """
-    epoch = 0
-    while True:
+    for epoch in itertools.count():
+        number = 0
         if source.endswith(".jsonl"):
             epoch_rows = read_jsonl(Path(source))
             random.Random(f"{seed} {epoch}").shuffle(epoch_rows)
         else:
             epoch_rows = load_function(source)(seed + 1_000_003 * epoch)
-        number = 0
         for number, row in enumerate(epoch_rows, start=1):
-            check_row(row, f"row {number} of {source}")
-            yield row
+            yield checked_row(row, f"row {number} of {source}")
         if not number:
             raise ConfigError(f"{source} yields no rows")
-        epoch += 1
 
 
 def encoded_prompts(source: str, seed: int, encode: Callable[[str], list[int]], max_tokens: int, dropped: Counter):
@@ -56,60 +54,55 @@ def encoded_prompts(source: str, seed: int, encode: Callable[[str], list[int]], 
 
     Raises ConfigError if 1,000 prompts in a row are too long.
     """
-    skipped = 0
+    last = 0
     for number, row in enumerate(rows(source, seed)):
         prompt_ids = encode(row["prompt"])
         if 0 < len(prompt_ids) <= max_tokens:
-            skipped = 0
+            last = number
             yield number, torch.tensor(prompt_ids), row
-            continue
-        dropped["prompt_too_long"] += 1
-        skipped += 1
-        if skipped == 1000:
+        elif number - last < 1000:
+            dropped["prompt_too_long"] += 1
+        else:
             raise ConfigError(f"1,000 prompts of {source} in a row over {max_tokens} tokens: raise max_prompt_tokens")
 
 
 class Admission:
-    """Which groups may start, and which finished groups make the next batch, so that no token's lag exceeds `max_lag`.
+    """Which groups may start, and which make the next batch, so that no token's lag ever exceeds `max_lag`.
 
-    A group that starts when version v is out is only sampled by v or later, so it is in time if it is trained at a step
-    ≤ v + max_lag: its deadline. Step s has room for n groups, so everything can be in time if and only if
+    Groups are trained in the order they started, n a step, so each batch is a fair draw of prompts (in the order they
+    finish, batches of short and of long completions would take turns). One that starts when version v is out is only
+    sampled by v or later, and in time if it is trained at a step ≤ v + max_lag: if at most
 
-        for every deadline d:   groups outstanding with deadline ≤ d   ≤   n · (d + 1 - next step)
+        n · (v + max_lag + 1 - next step)
 
-    `may_start` keeps that true when a group starts, `next_batch` when a batch leaves. Groups leave in the order of
-    their deadlines, those with equal ones as they finish; without a bound simply as they finish. A dropped group only
-    makes room. No deadlock: once the trainer has caught up, v is the next step and at least n groups may start.
+    groups are outstanding, itself included. Versions never fall, so no later group can make an earlier one late, and a
+    dropped one only makes room. No deadlock: once the trainer has caught up, v is the next step and n groups may start.
     """
 
-    def __init__(self, groups_per_batch: int, max_lag: int | None, in_order: bool = False, next_step: int = 0):
-        self.n, self.max_lag, self.in_order = groups_per_batch, float("inf") if max_lag is None else max_lag, in_order
-        self.next_step = next_step
-        self.deadlines: dict[int, float] = {}  # outstanding groups: started, neither trained nor dropped
+    def __init__(self, groups_per_batch: int, max_lag: int | None, next_step: int = 0):
+        self.n, self.max_lag, self.next_step = groups_per_batch, math.inf if max_lag is None else max_lag, next_step
+        self.outstanding: dict[int, None] = {}  # ids in the order they started: neither trained nor dropped
 
     def may_start(self, version: int) -> bool:
-        """Whether one more group may start now that `version` is the newest (versions never fall)."""
-        return len(self.deadlines) < self.n * (version + self.max_lag + 1 - self.next_step)
+        """Whether one more group may start now that `version` is the newest."""
+        return len(self.outstanding) < self.n * (version + self.max_lag + 1 - self.next_step)
 
     def start(self, group_id: int, version: int) -> None:
         assert self.may_start(version)
-        self.deadlines[group_id] = version + self.max_lag
+        self.outstanding[group_id] = None
 
     def drop(self, group_id: int) -> None:
-        del self.deadlines[group_id]
+        del self.outstanding[group_id]
 
-    def next_batch(self, finished: list[int]) -> list[int] | None:
-        """The groups of the next step, out of those finished (in that order); None if it has to wait for more."""
-        pool = list(self.deadlines) if self.in_order else finished  # deadlines never fall from one group to the next
-        batch = set(sorted(pool, key=self.deadlines.__getitem__)[: self.n])
-        left = sorted(deadline for group_id, deadline in self.deadlines.items() if group_id not in batch)
-        # At position i of those left: i + 1 groups with deadlines ≤ d share the n · (d - this step) places up to d.
-        too_late = any(i + 1 > self.n * (deadline - self.next_step) for i, deadline in enumerate(left))
-        if len(batch) < self.n or too_late or not batch <= set(finished):
+    def next_batch(self, finished: Container[int]) -> list[int] | None:
+        """The groups of the next step; None as long as one of them has not finished."""
+        batch = list(self.outstanding)[: self.n]
+        if len(batch) < self.n or not all(group_id in finished for group_id in batch):
             return None
         self.next_step += 1
-        self.deadlines = {group_id: d for group_id, d in self.deadlines.items() if group_id not in batch}
-        return [group_id for group_id in finished if group_id in batch]
+        for group_id in batch:
+            del self.outstanding[group_id]
+        return batch
 
 
 def group_advantages(rewards: list[float], baseline: str, divide_by_std: bool) -> list[float]:
@@ -198,26 +191,18 @@ def make_micro_batch(sequences: list[Sequence]) -> MicroBatch:
 def make_step_batches(
     cfg: Config, step: int, groups: list[RolloutGroup], ranks: int, metrics: dict, stream: dict | None = None
 ) -> list[StepBatch]:
-    """One optimizer step's groups -> a StepBatch for every trainer rank, with the normalisers of the whole step."""
-    sequences = []
+    """One optimizer step's groups -> a StepBatch for every trainer rank, with the normaliser of the whole step."""
+    sequences, by_token = [], cfg.train.normaliser == "token"
     for group in groups:
         rewards = [rollout.reward for rollout in group.rollouts]
         advantages = group_advantages(rewards, cfg.preprocess.baseline, cfg.preprocess.divide_by_std)
         for rollout, advantage in zip(group.rollouts, advantages, strict=True):
-            weight = 1.0 if cfg.train.normaliser == "token" else 1.0 / len(rollout.completion_ids)
+            weight = 1.0 if by_token else 1.0 / len(rollout.completion_ids)
             sequences.append(Sequence(group.prompt.prompt_ids, rollout, advantage, weight))
-    normaliser = sum(len(s.rollout.completion_ids) if cfg.train.normaliser == "token" else 1 for s in sequences)
+    normaliser = sum(len(s.rollout.completion_ids) if by_token else 1 for s in sequences)
     dealt = pack([len(s) for s in sequences], cfg.preprocess.max_tokens_per_microbatch, ranks)
-    return [
-        StepBatch(
-            step=step,
-            micro_batches=[make_micro_batch([sequences[i] for i in micro_batch]) for micro_batch in micro_batches],
-            normaliser=normaliser,
-            metrics=metrics,
-            stream=stream or {},
-        )
-        for micro_batches in dealt
-    ]
+    packed = [[make_micro_batch([sequences[i] for i in micro_batch]) for micro_batch in rank] for rank in dealt]
+    return [StepBatch(step, micro_batches, normaliser, metrics, stream or {}) for micro_batches in packed]
 
 
 def batch_metrics(groups: list[RolloutGroup], dropped_rewards: list[float]) -> dict:
@@ -225,14 +210,14 @@ def batch_metrics(groups: list[RolloutGroup], dropped_rewards: list[float]) -> d
     batch alone would not show progress where groups that are all right are dropped."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.reward for rollout in rollouts] + dropped_rewards
-    lengths = [len(rollout.completion_ids) for rollout in rollouts]
     return {
         "samples": len(rollouts),
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
-        "completion_tokens_mean": statistics.fmean(lengths),
-        "truncated_fraction": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
+        "completion_tokens_mean": statistics.fmean(len(rollout.completion_ids) for rollout in rollouts),
+        "truncated_fraction": statistics.fmean(rollout.finish_reason == "length" for rollout in rollouts),
         "no_variance_groups": sum(has_no_variance([r.reward for r in group.rollouts]) for group in groups),
+        "group_ids": [group.prompt.group_id for group in groups],
     }
 
 
@@ -242,31 +227,25 @@ class Preprocessor:
     def __init__(self, cfg: Config, channels: Channels, start: Start, tokenizer, add_ref_logprobs: Callable):
         self.cfg, self.channels, self.start = cfg, channels, start
         self.tokenizer, self.add_ref_logprobs = tokenizer, add_ref_logprobs
-        in_order = cfg.preprocess.order == "started"
-        self.admission = Admission(cfg.groups_per_batch, cfg.max_lag, in_order, start.step)
+        self.admission = Admission(cfg.groups_per_batch, cfg.max_lag, start.step)
         self.dropped = Counter(zero_variance=0, prompt_too_long=0)
-        prompts = functools.partial(
-            encoded_prompts, seed=cfg.seed, encode=tokenizer.encode, max_tokens=cfg.actor.max_prompt_tokens
-        )
-        stream, unfinished = prompts(cfg.data, dropped=self.dropped), set(start.unfinished)
+        options = {"seed": cfg.seed, "encode": tokenizer.encode, "max_tokens": cfg.actor.max_prompt_tokens}
+        stream, unfinished = encoded_prompts(cfg.data, dropped=self.dropped, **options), set(start.unfinished)
         self.prompts = (p for p in stream if p[0] >= start.next_group or p[0] in unfinished)
         self.next_prompt = next(self.prompts)
         self.dropped["zero_variance"] = start.dropped.get("zero_variance", 0)
         self.finished: dict[int, RolloutGroup] = {}  # scored groups that wait for a batch, in the order they came
         self.dropped_in_a_row = 0
         self.dropped_rewards: list[float] = []  # of the samples of groups dropped since the last batch
-        self.eval_prompts: list[tuple[int, torch.Tensor, dict]] = []
-        if cfg.eval.every:
-            self.eval_prompts = list(itertools.islice(prompts(cfg.eval.data, dropped=Counter()), cfg.eval.prompts))
-        self.next_eval = min(start.next_eval, cfg.steps)  # version
-        self.running_eval = 0  # version
+        held_out = encoded_prompts(cfg.eval.data, dropped=Counter(), **options)
+        self.eval_prompts = list(itertools.islice(held_out, cfg.eval.prompts if cfg.eval.every else 0))
+        self.next_eval = min(start.next_eval, cfg.steps) if cfg.eval.every else math.inf  # version
         self.eval_rollouts: list[Rollout] | None = None  # of the running evaluation
 
     @property
     def done(self) -> bool:
         """All batches are sent and the evaluation of the final weights is in."""
-        evals_done = not self.eval_prompts or self.next_eval > self.cfg.steps
-        return self.admission.next_step == self.cfg.steps and evals_done and self.eval_rollouts is None
+        return self.admission.next_step == self.cfg.steps < self.next_eval
 
     def issue_prompts(self) -> None:
         """Start groups while admission and the trainer's backlog allow and the actors' queue has room."""
@@ -274,9 +253,10 @@ class Preprocessor:
         if self.admission.next_step - version >= cfg.preprocess.ready_batches:
             return
         needed = (cfg.steps - self.admission.next_step) * cfg.groups_per_batch
-        while len(self.admission.deadlines) < needed and self.admission.may_start(version):
+        while len(self.admission.outstanding) < needed and self.admission.may_start(version):
             group_id, prompt_ids, row = self.next_prompt
-            if not self.channels.prompts.try_put(Prompt(group_id, version, cfg.group_size, prompt_ids, row)):
+            prompt = Prompt(group_id, version, cfg.group_size, prompt_ids, row)
+            if not self.channels.prompts.put(prompt, timeout_s=0):
                 return
             self.admission.start(group_id, version)
             self.next_prompt = next(self.prompts)
@@ -284,19 +264,13 @@ class Preprocessor:
     def issue_eval(self) -> None:
         """Ask for an evaluation of the newest weights when one is due; actor 0 holds them still until it is done."""
         version = self.channels.weights.version
-        if not self.eval_prompts or self.eval_rollouts is not None or version < self.next_eval:
-            return
-        self.eval_rollouts, self.running_eval = [], self.next_eval
-        for i, (_, prompt_ids, row) in enumerate(self.eval_prompts):
-            self.channels.eval_prompts.put(Prompt(-1 - i, version, 1, prompt_ids, row))
-        upcoming = (version // self.cfg.eval.every + 1) * self.cfg.eval.every
-        self.next_eval = upcoming if version == self.cfg.steps else min(upcoming, self.cfg.steps)
+        if self.eval_rollouts is None and version >= self.next_eval:
+            self.eval_rollouts = []
+            for i, (_, prompt_ids, row) in enumerate(self.eval_prompts):
+                self.channels.eval_prompts.put(Prompt(-1 - i, version, 1, prompt_ids, row))
 
     def take(self, group: RolloutGroup) -> None:
-        """A scored group: to the evaluation, to the finished ones, or dropped and counted."""
-        if group.prompt.is_eval:
-            self._take_eval(group)
-            return
+        """A scored group: to the finished ones, or dropped and counted."""
         rewards = [rollout.reward for rollout in group.rollouts]
         if self.cfg.preprocess.zero_variance == "drop" and has_no_variance(rewards):
             self.dropped_rewards += rewards
@@ -312,26 +286,29 @@ class Preprocessor:
             self.dropped_in_a_row = 0
             self.finished[group.prompt.group_id] = group
 
-    def _take_eval(self, group: RolloutGroup) -> None:
+    def take_eval(self, group: RolloutGroup) -> None:
+        """A scored sample of the running evaluation; the last one ends it."""
         self.eval_rollouts += group.rollouts
         if len(self.eval_rollouts) < len(self.eval_prompts):
             return
         versions = {version for rollout in self.eval_rollouts for version in rollout.versions.tolist()}
         assert len(versions) == 1, f"the weights changed during an evaluation: versions {sorted(versions)}"
-        accuracy = statistics.fmean(rollout.reward for rollout in self.eval_rollouts)
-        self.channels.reports.put(Report("eval", {"eval_version": versions.pop(), "eval_accuracy": accuracy}))
+        accuracy, version = statistics.fmean(rollout.reward for rollout in self.eval_rollouts), versions.pop()
+        self.channels.reports.put(Report("eval", {"eval_version": version, "eval_accuracy": accuracy}))
+        upcoming = (version // self.cfg.eval.every + 1) * self.cfg.eval.every
+        self.next_eval = upcoming if version == self.cfg.steps else min(upcoming, self.cfg.steps)
         self.eval_rollouts = None
 
     def send_batches(self) -> None:
         """Send every batch that is complete. Rank 0's part goes last: when it is there, all are."""
         while self.admission.next_step < self.cfg.steps:
             step = self.admission.next_step
-            group_ids = self.admission.next_batch(list(self.finished))
+            group_ids = self.admission.next_batch(self.finished)
             if group_ids is None:
                 return
             groups = [self.finished.pop(group_id) for group_id in group_ids]
             metrics = batch_metrics(groups, self.dropped_rewards) | {"queue_rollouts": len(self.channels.rollouts)}
-            metrics |= {f"dropped_{reason}": n for reason, n in self.dropped.items()} | {"group_ids": group_ids}
+            metrics |= {f"dropped_{reason}": n for reason, n in self.dropped.items()}
             self.dropped_rewards = []
             batches = make_step_batches(self.cfg, step, groups, self.cfg.trainers, metrics, self.stream_position())
             self.report_rollout(step, groups[0])
@@ -345,25 +322,19 @@ class Preprocessor:
         not_yet_again = {group_id for group_id in self.start.unfinished if group_id >= next_row}
         return {
             "next_group": max(self.start.next_group, next_row),
-            "unfinished": sorted(not_yet_again | set(self.admission.deadlines)),
+            "unfinished": sorted(not_yet_again | set(self.admission.outstanding)),
             "dropped": dict(self.dropped),
-            "next_eval": self.next_eval if self.eval_rollouts is None else self.running_eval,
+            "next_eval": self.next_eval if self.eval_prompts else 0,
         }
 
     def report_rollout(self, step: int, group: RolloutGroup) -> None:
         """One sample of the step, for rollouts.jsonl and for the reader of the screen."""
-        rollout = group.rollouts[0]
-        values = {
-            "step": step + 1,
-            "group_id": group.prompt.group_id,
-            "prompt": group.prompt.row["prompt"],
-            "answer": group.prompt.row["answer"],
-            "reward": rollout.reward,
-            "finish_reason": rollout.finish_reason,
-            "tokens": [self.tokenizer.decode([token]) for token in rollout.completion_ids.tolist()],
-            "versions": rollout.versions.tolist(),
-            "logprobs": [round(logprob, 4) for logprob in rollout.logprobs.tolist()],
-        }
+        rollout, row = group.rollouts[0], group.prompt.row
+        values = {"step": step + 1, "group_id": group.prompt.group_id, "prompt": row["prompt"], "answer": row["answer"]}
+        values |= {"reward": rollout.reward, "finish_reason": rollout.finish_reason}
+        values["tokens"] = [self.tokenizer.decode([token]) for token in rollout.completion_ids.tolist()]
+        values["versions"] = rollout.versions.tolist()
+        values["logprobs"] = [round(logprob, 4) for logprob in rollout.logprobs.tolist()]
         self.channels.reports.put(Report("rollout", values))
 
 
@@ -371,7 +342,7 @@ def reference(cfg: Config, device: torch.device) -> Callable[[MicroBatch], Micro
     """A function that adds the initial model's log-probs to a micro-batch; without a KL penalty it adds nothing."""
     if not cfg.train.kl_coef:
         return lambda micro_batch: micro_batch
-    from train import load_policy, to_device
+    from policy import load_policy, to_device
 
     policy = load_policy(cfg.model, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
 
@@ -385,7 +356,7 @@ def reference(cfg: Config, device: torch.device) -> Callable[[MicroBatch], Micro
     return add_ref_logprobs
 
 
-def main(cfg: Config, channels: Channels, start: Start, device_name: str) -> None:
+def main(cfg: Config, channels: Channels, start: Start, _: int, device_name: str) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(cfg.model)
@@ -397,7 +368,9 @@ def main(cfg: Config, channels: Channels, start: Start, device_name: str) -> Non
             return
         preprocessor.issue_eval()
         preprocessor.issue_prompts()
-        group = channels.rollouts.try_get(wait_s=0.02)
-        if group is not None:
+        group = channels.rollouts.get(timeout_s=0.02)
+        if group is not None and group.prompt.is_eval:
+            preprocessor.take_eval(group)
+        elif group is not None:
             preprocessor.take(group)
             preprocessor.send_batches()

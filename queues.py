@@ -4,27 +4,24 @@
                  ▲                                                          │
                  └─────────────── weights, version v ◀──────────────────────┘
 
-Messages are frozen dataclasses of tensors and plain values; on the wire they are safetensors bytes whose metadata holds
-the plain values as JSON (no pickle). `SharedMemoryQueue` carries them between the processes of one machine, bounded, in
-order; `SharedMemoryWeights` carries the weights, newest version only. Token ids go from the engine to the trainer
-untouched. A *version* is the number of optimizer steps that made the weights: 0 is the initial model.
+Messages are frozen dataclasses of tensors and plain values, msgpack on the wire (no pickle). `SharedMemoryQueue`
+carries them between the processes of one machine, bounded, in order; `SharedMemoryWeights` carries the weights, newest
+version only. Token ids go from the engine to the trainer untouched. A *version* is the number of optimizer steps that
+made the weights: 0 is the initial model.
 """
 
 import contextlib
 import fcntl
-import json
 import math
 import mmap
 import os
 import threading
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import safetensors
+import msgspec
 import torch
-from safetensors import torch as safetensors_torch
 
 
 @dataclass(frozen=True)
@@ -122,8 +119,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class Report:
-    """Something for the launcher to show or write: `kind` is "step", "actor", "eval", "rollout",
-    "checkpoint" or "trouble"."""
+    """For the launcher to show or write: `kind` is "step", "actor", "eval", "rollout", "checkpoint" or "trouble"."""
 
     kind: str
     values: dict
@@ -132,53 +128,27 @@ class Report:
 _MESSAGES = {cls.__name__: cls for cls in (Prompt, Rollout, RolloutGroup, MicroBatch, StepBatch, Report)}
 
 
+def _from_tensor(tensor: torch.Tensor) -> tuple:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{tensor!r} cannot travel: it is neither a tensor nor a plain value")
+    tensor = tensor.detach().cpu().contiguous()
+    return str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.numpy().data
+
+
+def _to_tensor(_: type, value: tuple) -> torch.Tensor:
+    dtype, shape, data = value
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).view(shape)
+
+
 def encode(message: Any) -> bytes:
-    """Message -> safetensors bytes; tensors as tensors, everything else as JSON in the metadata.
-
-    Raises TypeError for a value that is neither a tensor nor JSON.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-
-    def describe(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            key = str(len(tensors))
-            tensors[key] = value.detach().cpu().contiguous()
-            return {"__tensor__": key}
-        if is_dataclass(value):
-            return {"__type__": type(value).__name__} | {
-                f.name: describe(getattr(value, f.name)) for f in fields(value)
-            }
-        if isinstance(value, list):
-            return [describe(item) for item in value]
-        return value
-
-    header = json.dumps(describe(message))
-    specs = {
-        key: safetensors.TensorSpec(dtype=str(t.dtype)[6:], shape=t.shape, data_ptr=t.data_ptr(), data_len=t.nbytes)
-        for key, t in tensors.items()
-    }  # by address: safetensors.torch.save takes three times as long, and this is the decode loop's time
-    return safetensors.serialize(specs, metadata={"message": header})
+    """Message -> msgpack bytes. Raises TypeError for a value that is neither a tensor (not empty) nor plain."""
+    return msgspec.msgpack.encode((type(message).__name__, message), enc_hook=_from_tensor)
 
 
 def decode(data: bytes) -> Any:
-    """Inverse of `encode`. Raises ValueError for bytes that are not a message."""
-    header_bytes = int.from_bytes(data[:8], "little")
-    try:
-        header = json.loads(json.loads(data[8 : 8 + header_bytes])["__metadata__"]["message"])
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"not a message: {bytes(data[:40])!r}… ({error})") from None
-    tensors = safetensors_torch.load(bytes(data))
-
-    def restore(value: Any) -> Any:
-        if isinstance(value, list):
-            return [restore(item) for item in value]
-        if isinstance(value, dict) and "__tensor__" in value:
-            return tensors[value["__tensor__"]]
-        if isinstance(value, dict) and "__type__" in value:
-            return _MESSAGES[value["__type__"]](**{k: restore(v) for k, v in value.items() if k != "__type__"})
-        return value
-
-    return restore(header)
+    """Inverse of `encode`. Raises msgspec.DecodeError for bytes that are not a message or lack one of its fields."""
+    name, fields = msgspec.msgpack.decode(data, type=tuple[str, msgspec.Raw])
+    return msgspec.msgpack.decode(fields, type=_MESSAGES[name], dec_hook=_to_tensor)
 
 
 class Stopped(Exception):
@@ -192,22 +162,17 @@ class SharedMemory:
     maker lives.
     """
 
-    def __init__(self, num_bytes: int):
-        self.num_bytes = num_bytes
-        self._file = os.memfd_create("pipelinerl")  # kept open: the path below leads to it
+    def __init__(self, num_bytes: int, path: str = ""):
+        self._file = (
+            os.open(path, os.O_RDWR) if path else os.memfd_create("pipelinerl")
+        )  # kept open: the path leads to it
         os.ftruncate(self._file, num_bytes)
-        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self.num_bytes, self.path = num_bytes, path or f"/proc/{os.getpid()}/fd/{self._file}"
         self.buffer = mmap.mmap(self._file, num_bytes)
         self._threads = threading.Lock()
 
-    def __getstate__(self):
-        return {"num_bytes": self.num_bytes, "path": self.path}
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        self._file = os.open(self.path, os.O_RDWR)
-        self.buffer = mmap.mmap(self._file, self.num_bytes)
-        self._threads = threading.Lock()
+    def __reduce__(self):
+        return SharedMemory, (self.num_bytes, self.path)
 
     @contextlib.contextmanager
     def locked(self):
@@ -223,9 +188,8 @@ class SharedMemory:
 class SharedMemoryQueue:
     """Bounded first-in-first-out queue of messages between processes: a ring of equal slots in shared memory.
 
-    Any number of producers and consumers. A full queue makes the producer wait, an empty one the consumer; both waits
-    end with `Stopped` when the launcher says so, or with a TimeoutError that names the queue. One file descriptor a
-    queue, none a message.
+    Any number of producers and consumers. A full queue makes the producer wait, an empty one the consumer; a wait
+    without a limit ends with `Stopped` when the launcher says so. One file descriptor a queue, none a message.
     """
 
     def __init__(self, name: str, slots: int, slot_bytes: int, context, stop):
@@ -234,56 +198,25 @@ class SharedMemoryQueue:
         self._free, self._filled = context.Semaphore(slots), context.Semaphore(0)
         self._counts = context.Array("Q", 2, lock=False)  # messages put, messages taken
 
-    def put(self, message: Any, timeout_s: float = float("inf")) -> None:
-        data = self._fit(encode(message))
-        if not self._free.acquire(block=False):
-            self._wait(self._free, timeout_s, f"room in the queue of {self.name} ({self.slots} slots)")
-        self._write(data)
-
-    def get(self, timeout_s: float = float("inf")) -> Any:
-        self._wait(self._filled, timeout_s, f"{self.name} from their queue")
-        return self._read()
-
-    def try_put(self, message: Any) -> bool:
-        """Put without waiting; False if the queue is full."""
-        data, free = self._fit(encode(message)), self._free.acquire(block=False)
-        if free:
-            self._write(data)
-        return free
-
-    def try_get(self, wait_s: float = 0.0) -> Any | None:
-        """Get, waiting at most `wait_s`; None if the queue stays empty."""
-        return self._read() if self._filled.acquire(block=wait_s > 0, timeout=wait_s) else None
-
-    def __len__(self) -> int:
-        return self._counts[0] - self._counts[1]
-
-    def _fit(self, data: bytes) -> bytes:
+    def put(self, message: Any, timeout_s: float = math.inf) -> bool:
+        """False if the queue stayed full. Raises ValueError for a message that is larger than a slot."""
+        data = encode(message)
         if len(data) + 8 > self.slot_bytes:
             sizes = f"a message of {len(data):,} bytes does not fit the {self.slot_bytes:,} of a slot"
             raise ValueError(f"{sizes} in the queue of {self.name}: are there dataset rows of hundreds of kilobytes?")
-        return data
-
-    def _wait(self, semaphore, timeout_s: float, what: str) -> None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            if self.stop.value:
-                raise Stopped
-            if semaphore.acquire(timeout=0.1):
-                return
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"waited {timeout_s:g} s for {what}")
-
-    def _write(self, data: bytes) -> None:
-        # The copy is made under the lock: else a second producer could announce its slot before ours is written.
-        with self._memory.locked():
+        if not self._free.acquire(block=False) and not self._wait(self._free, timeout_s):
+            return False
+        with self._memory.locked():  # the copy too: else another producer could announce this slot before it is written
             start = self._counts[0] % self.slots * self.slot_bytes
-            self._memory.buffer[start : start + 8] = len(data).to_bytes(8, "little")
-            self._memory.buffer[start + 8 : start + 8 + len(data)] = data
+            self._memory.buffer[start : start + 8 + len(data)] = len(data).to_bytes(8, "little") + data
             self._counts[0] += 1
         self._filled.release()
+        return True
 
-    def _read(self) -> Any:
+    def get(self, timeout_s: float = math.inf) -> Any | None:
+        """The oldest message; None if the queue stayed empty."""
+        if not self._wait(self._filled, timeout_s):
+            return None
         with self._memory.locked():
             start = self._counts[1] % self.slots * self.slot_bytes
             size = int.from_bytes(self._memory.buffer[start : start + 8], "little")
@@ -291,6 +224,17 @@ class SharedMemoryQueue:
             self._counts[1] += 1
         self._free.release()
         return decode(data)
+
+    def _wait(self, semaphore, timeout_s: float) -> bool:
+        if timeout_s < math.inf:
+            return semaphore.acquire(block=timeout_s > 0, timeout=timeout_s)  # a timed wait of 0 s would take 80 µs
+        while not self.stop.value:
+            if semaphore.acquire(timeout=0.1):
+                return True
+        raise Stopped
+
+    def __len__(self) -> int:
+        return self._counts[0] - self._counts[1]
 
 
 class SharedMemoryWeights:

@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from config import Config, Start, load_function
+from config import Config, load_function
 from queues import Channels, RolloutGroup
 
 
@@ -41,7 +41,7 @@ def score(group: RolloutGroup, verify: Callable, decode: Callable[[list[int]], s
     return RolloutGroup(group.prompt, rollouts)
 
 
-def main(cfg: Config, channels: Channels, _: Start) -> None:
+def main(cfg: Config, channels: Channels, *_) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(cfg.model)

@@ -21,157 +21,29 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from config import Config, Start, checkpoint_folder
-from queues import Channels, MicroBatch, Report, SharedMemoryQueue, SharedMemoryWeights, StepBatch, Stopped
+from bench.flops import matmul_flops_per_s, training_flops
+from config import Config, Start
+from policy import load_policy, to_device
+from queues import Channels, MicroBatch, Report, SharedMemoryWeights, StepBatch, Stopped
 
-SAVE_ERRORS = (OSError, CheckpointException, SafetensorError, RuntimeError)  # of a disk that is full or read-only
 A_DAY = datetime.timedelta(days=1)
 
-# T tokens in a packed micro-batch, S sequences, C completion tokens that enter the loss, V entries in the vocabulary,
-# D the width of the model.
-
-
-def sequence_attention(module, query, key, value, attention_mask, scaling, cu_seq_lens_q=None, max_length_q=None, **_):
-    """Causal attention inside each sequence of a packed row: transformers' attention interface.
-
-    query (1, H, T, D), key and value (1, H_kv, T, D) -> (1, T, H, D). Sequence s is at cu_seq_lens_q[s:s+2]. In half
-    precision on a GPU: torch's flash kernels for ragged rows. Otherwise sequences become the S rows of a batch padded
-    to the longest, L: S · L² work, where the way of transformers, a dense mask, is T² (a whole step of `tiny` takes
-    twice as long with it).
-    """
-    grouped = query.shape[1] != key.shape[1]
-    if query.is_cuda and query.dtype != torch.float32:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
-        ends, longest = cu_seq_lens_q, max_length_q
-        out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=grouped)
-        return out[None], None
-    lengths = cu_seq_lens_q.diff()  # (S,)
-    offsets = torch.arange(max_length_q, device=query.device)  # (L,)
-    real = offsets < lengths[:, None]  # (S, L)
-    # Past its end a row reads its neighbour, unused.
-    index = (cu_seq_lens_q[:-1, None] + offsets).clamp(max=query.shape[2] - 1).flatten()
-
-    def rows(x: torch.Tensor) -> torch.Tensor:  # (1, H, T, D) -> (S, H, L, D)
-        return x[0].index_select(1, index).unflatten(1, real.shape).transpose(0, 1)
-
-    out = torch.nn.functional.scaled_dot_product_attention(
-        rows(query), rows(key), rows(value), is_causal=True, scale=scaling, enable_gqa=grouped
-    )  # (S, H, L, D)
-    return out.transpose(1, 2)[real][None], None
-
-
-AttentionInterface.register("sequence", sequence_attention)
-
-
-class HeadLogprobs(torch.autograd.Function):
-    """Log-probs of `targets` under softmax(hidden @ weight.T / temperature), without ever holding (C, V) numbers.
-
-    hidden (C, D), weight (V, D), targets (C,) -> log-probs and, without gradient, entropies: both (C,) float32. Tokens
-    go through the head in chunks, and backward computes the logits of a chunk again: one more product beside the other
-    three, and 1/13 of the memory at V = 151,936 (bench/head.py).
-    """
-
-    LOGITS = {"cpu": 2**26, "cuda": 2**28}  # of a chunk
-
-    @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature):
-        chunk, parts = max(1, HeadLogprobs.LOGITS[weight.device.type] // len(weight)), []
-        for h, target in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-            logits = (h @ weight.T).float().div_(temperature)  # (chunk, V)
-            chosen, norm = logits.gather(-1, target[:, None]).squeeze(-1), logits.logsumexp(-1)
-            entropy = norm - torch.linalg.vecdot((logits - norm[:, None]).exp_(), logits)
-            parts.append((chosen - norm, entropy, norm))
-        logprobs, entropy, norm = map(torch.cat, zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, targets, norm)
-        ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx, grad, _):
-        hidden, weight, targets, norm = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        chunk = max(1, HeadLogprobs.LOGITS[weight.device.type] // len(weight))
-        chunks = (x.split(chunk) for x in (hidden, targets, norm, grad, grad_hidden))
-        for h, target, n, g, grad_h in zip(*chunks, strict=True):
-            d = (h @ weight.T).float().div_(ctx.temperature).sub_(n[:, None]).exp_()  # softmax, (chunk, V)
-            g = g[:, None] / ctx.temperature
-            d = d.mul_(-g).scatter_add_(1, target[:, None], g).to(weight.dtype)  # (onehot(target) - softmax) · g
-            torch.mm(d, weight, out=grad_h)
-            if weight.dtype == torch.float32:
-                grad_weight.addmm_(d.T, h)
-            else:
-                grad_weight.add_(d.T @ h)  # summed in float32 over the chunks
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
-
-
-class Policy(torch.nn.Module):
-    """A causal language model of transformers that says how likely the tokens of a packed row are."""
-
-    def __init__(self, lm: torch.nn.Module):
-        super().__init__()
-        self.lm = lm
-
-    def forward(self, micro_batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability and entropy of the masked tokens at the sampler's temperature, both (C,) float32.
-
-        The hidden state at t - 1 predicts token t; a masked token is never the first of its sequence, so t - 1 is in
-        the same one.
-        """
-        index = micro_batch.mask.nonzero().squeeze(1)  # (C,)
-        starts = (micro_batch.position_ids == 0).nonzero().squeeze(1)  # (S,)
-        ends = torch.cat([starts, starts.new_tensor([len(micro_batch.mask)])])  # (S + 1,)
-        hidden = self.lm.base_model(
-            input_ids=micro_batch.input_ids[None],
-            position_ids=micro_batch.position_ids[None],
-            use_cache=False,
-            cu_seq_lens_q=ends.int(),
-            max_length_q=int(ends.diff().max()),
-        ).last_hidden_state[0]  # (T, D)
-        head = self.lm.get_output_embeddings()
-        return HeadLogprobs.apply(hidden[index - 1], head.weight, micro_batch.input_ids[index], temperature)
-
-
-@torch.no_grad()
-def _head_is_all(policy: Policy) -> bool:
-    """Whether our log-probs are those of transformers' own attention and head and of what it does to logits then."""
-    ids, zeros, attention = torch.arange(8), torch.zeros(8), policy.lm.config._attn_implementation
-    logprobs, _ = policy(MicroBatch(ids, ids, ids > 0, zeros, ids, zeros, zeros, None), 1.0)
-    policy.lm.set_attn_implementation("sdpa")
-    logits = policy.lm(input_ids=ids[None]).logits[0, :-1]
-    policy.lm.set_attn_implementation(attention)
-    return torch.allclose(logprobs, logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1), atol=0.01)
-
-
-def load_policy(folder: Path, dtype: torch.dtype, device: torch.device) -> Policy:
-    """Not in training mode: dropout would make π another policy than the one the engine samples from.
-
-    Raises ValueError for a model that does more to its logits than a matrix product (a bias, a scale, a cap).
-    """
-    config = AutoConfig.from_pretrained(folder)
-    full_attention = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    attention = "sequence" if full_attention and getattr(config, "sliding_window", None) is None else "sdpa"
-    policy = Policy(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval())
-    if policy.lm.get_output_embeddings().bias is not None or (dtype == torch.float32 and not _head_is_all(policy)):
-        raise ValueError(f"{folder}: this model does more to its logits than a matrix product, which is not handled")
-    return policy.to(device)
+# C completion tokens of a packed micro-batch enter the loss.
 
 
 def policy_loss(
@@ -213,15 +85,12 @@ def step_metrics(
     loss, total, r_sum, r_squared, clamped, kl_sum, entropy_sum, lag_sum = sums.tolist()
     ratio_max, lag_max, minus_lag_min = maxima.nan_to_num(neginf=0.0).tolist()
     tokens = max(total, 1)  # a step in which no token counts is all zeros
-    return {
+    means = {"clamp_fraction": clamped, "kl_behaviour": kl_sum, "entropy": entropy_sum, "lag_mean": lag_sum}
+    return {key: value / tokens for key, value in means.items()} | {
         "loss": loss,
         "tokens": int(total),
         "ess": r_sum**2 / max(tokens * r_squared, 1e-300),
         "ratio_max": ratio_max,
-        "clamp_fraction": clamped / tokens,
-        "kl_behaviour": kl_sum / tokens,
-        "entropy": entropy_sum / tokens,
-        "lag_mean": lag_sum / tokens,
         "lag_max": int(lag_max),
         "lag_min": int(-minus_lag_min),
     }
@@ -232,40 +101,6 @@ def learning_rate(cfg: Config, step: int) -> float:
     done = step / cfg.steps
     left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[cfg.train.lr_schedule]
     return cfg.train.lr * min(left, (step + 1) / max(1, cfg.train.warmup_steps))
-
-
-def training_flops(lm: torch.nn.Module, micro_batches: list[MicroBatch]) -> float:
-    """Floating-point operations that forward and backward of these micro-batches take, by the model's definition.
-
-        6 · (N · T  +  V · D · C  +  layers · heads · D_head · Σ S²)
-
-    Two for each multiply-add, once forward and twice backward (PaLM, arXiv 2204.02311, appendix B). N: weights of the
-    blocks, met by all T tokens; V · D: the head, met by the C completion tokens; causal attention inside sequences of
-    length S has S²/2 pairs of tokens, each met twice. Recomputation (checkpointed blocks, the head's backward) is left
-    out: it is not the model's.
-    """
-    config, embedding, head = lm.config, lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
-    outside = {id(embedding), id(head)}
-    blocks = sum(p.numel() for p in lm.parameters() if p.ndim > 1 and id(p) not in outside)
-    tokens = sum(len(m.mask) for m in micro_batches)
-    completion_tokens = sum(int(m.mask.sum()) for m in micro_batches)
-    starts = [(m.position_ids == 0).nonzero().squeeze(1) for m in micro_batches]
-    ends = [torch.cat([start, start.new_tensor([len(m.mask)])]) for start, m in zip(starts, micro_batches, strict=True)]
-    pairs = sum(float((e.diff().double() ** 2).sum()) for e in ends)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = config.num_hidden_layers * config.num_attention_heads * head_dim * pairs
-    return 6.0 * (blocks * tokens + head.numel() * completion_tokens + attention)
-
-
-def matmul_flops_per_s(device: torch.device) -> float:
-    """What a large square product reaches here: bfloat16 on a GPU, float32 on a CPU. The best of a few."""
-    n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (2048, torch.float32)
-    a, best = torch.randn(n, n, dtype=dtype, device=device), math.inf
-    for _ in range(6):
-        start = time.perf_counter()
-        (a @ a)[0, 0].item()  # waits for the product
-        best = min(best, time.perf_counter() - start)
-    return 2 * n**3 / best
 
 
 class Trainer:
@@ -285,14 +120,14 @@ class Trainer:
         unknown = sorted(set(layout) - set(self.parameters))
         if lost or unknown:
             raise ValueError(f"model and checkpoint disagree: {lost[:5]} not in the files, {unknown[:5]} only there")
-        matrices = [p for p in self.policy.parameters() if p.ndim > 1]
-        vectors = [p for p in self.policy.parameters() if p.ndim <= 1]  # norms and biases do not decay
-        decay = cfg.train.weight_decay
-        groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=cfg.train.lr, betas=cfg.train.adam_betas, fused=True)
+        options, parameters = {"lr": cfg.train.lr, "betas": cfg.train.adam_betas}, list(self.policy.parameters())
+        self.groups = [  # norms and biases do not decay
+            options | {"params": [p for p in parameters if p.ndim > 1], "weight_decay": cfg.train.weight_decay},
+            options | {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(map(dict, self.groups), fused=True)
         self.skipped_steps = 0
         self.checkpoint_group = dist.new_group(backend="gloo", timeout=A_DAY) if dist.is_initialized() else None
-        self.checkpoint_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.checkpoint_in_writing: Future | None = None
 
     def _prepare_blocks(self) -> None:
@@ -337,9 +172,9 @@ class Trainer:
             group["lr"] = lr
         metrics = self.backward(batch)
         grad_norm = full(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.cfg.train.max_grad_norm)).item()
-        if math.isfinite(grad_norm):
+        if finite := math.isfinite(grad_norm):
             self.optimizer.step()
-        self.skipped_steps += not math.isfinite(grad_norm)
+        self.skipped_steps += not finite
         self.optimizer.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the optimizer's kernels count
@@ -364,16 +199,13 @@ class Trainer:
         weights = self.weights(getattr(torch, self.cfg.actor.dtype))
         if self.rank == 0:
             channel.publish(version, weights)
-        for _ in weights:  # the other ranks only take part
-            pass
+        deque(weights, maxlen=0)  # the other ranks only take part
 
     def save(self, folder: Path) -> None:
         """Write the model in Hugging Face format, beside `folder` first. A collective."""
+        state = {name: tensor.cpu() for name, tensor in self.weights() if self.rank == 0}
         if self.rank:
-            for _ in self.weights():  # only take part
-                pass
             return
-        state = {name: tensor.cpu() for name, tensor in self.weights()}
         unfinished = folder.with_name(folder.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         self.policy.lm.save_pretrained(unfinished, state_dict=state)
@@ -385,42 +217,39 @@ class Trainer:
 
     def state(self) -> dict:
         """What a checkpoint holds, under names that do not depend on the number of ranks. A collective."""
-        untouched = not self.optimizer.state
         model, optimizer = get_state_dict(self.policy, self.optimizer)
-        for moments in self.optimizer.state.values() if untouched else ():
-            moments["step"].zero_()  # torch fills empty states by a step of length 0, and counts it
         return {"model": model, "optimizer": optimizer, "random": torch.get_rng_state(), "skipped": self.skipped_steps}
 
-    def write_checkpoint(self, batch: StepBatch, reports: SharedMemoryQueue | None) -> None:
+    def write_checkpoint(self, batch: StepBatch, report: Callable[[str, dict], None]) -> None:
         """Of the moment after this batch's step: the state is copied, then written in the background. A collective."""
-        if self.checkpoint_in_writing:
-            self.checkpoint_in_writing.exception()  # waits for it
-        folder, alone = checkpoint_folder(self.cfg, batch.step + 1), not dist.is_initialized()
-        written = dcp.async_save(self.state(), checkpoint_id=folder, process_group=self.checkpoint_group, no_dist=alone)
-        values = {"step": batch.step + 1, "stream": batch.stream}
-        self.checkpoint_in_writing = self.checkpoint_thread.submit(self._report_checkpoint, values, written, reports)
+        self.wait_for_checkpoint()
+        step, alone = batch.step + 1, not dist.is_initialized()
+        folder = self.cfg.checkpoint_dir(step)
+        options = {"process_group": self.checkpoint_group, "no_dist": alone}
 
-    def _report_checkpoint(self, values: dict, written: Future, reports: SharedMemoryQueue | None) -> None:
-        """Once all ranks have written theirs; the launcher gives it its name then. Runs in a thread."""
-        report = Report("checkpoint", values)
-        try:
-            written.result()
-        except SAVE_ERRORS as error:
-            what = f"the checkpoint of step {values['step']} was not written: {str(error).strip().splitlines()[-1]}"
-            report = Report("trouble", {"what": what})
-            shutil.rmtree(checkpoint_folder(self.cfg, values["step"]), ignore_errors=True)  # room, if the disk is full
-        if reports is not None:  # an empty queue is false
-            reports.put(report)
+        def when_written(written: Future) -> None:
+            """Runs in the writer's thread, once all ranks have written theirs. The launcher gives it its name then."""
+            if written.exception() is None:
+                report("checkpoint", {"step": step} | batch.stream)
+                return
+            shutil.rmtree(folder, ignore_errors=True)  # room, if the disk is full
+            why = str(written.exception()).strip().splitlines()[-1:]
+            report("trouble", {"what": f"the checkpoint of step {step} was not written: {''.join(why)}"})
+
+        self.checkpoint_in_writing = dcp.async_save(self.state(), checkpoint_id=folder, **options)
+        self.checkpoint_in_writing.add_done_callback(when_written)
+
+    def wait_for_checkpoint(self) -> None:
+        if self.checkpoint_in_writing:
+            self.checkpoint_in_writing.exception()  # which is reported
 
     def load_checkpoint(self, folder: Path) -> None:
         """Written by any number of ranks. The optimizer's settings stay those of this run's configuration."""
         state = self.state()
-        settings = [{k: group[k] for k in ("betas", "weight_decay")} for group in self.optimizer.param_groups]
         dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
-        set_state_dict(
-            self.policy, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
-        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+        model, optimizer = state["model"], state["optimizer"]
+        set_state_dict(self.policy, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        for group, own in zip(self.optimizer.param_groups, self.groups, strict=True):
             group |= own
         torch.set_rng_state(state["random"])
         self.skipped_steps = state["skipped"]
@@ -429,12 +258,6 @@ class Trainer:
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor that may be sharded (then a collective)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
-    if device.type == "cpu":
-        return micro_batch
-    return MicroBatch(**{k: None if v is None else v.to(device) for k, v in vars(micro_batch).items()})
 
 
 def init_process_group(cfg: Config, rank: int, device: torch.device) -> None:
@@ -465,20 +288,25 @@ def next_batch(channels: Channels, rank: int, device: torch.device) -> StepBatch
         go_on = torch.tensor([batch is not None], dtype=torch.int32, device=device)
         dist.broadcast(go_on, src=0)
         if rank and go_on.item():
-            batch = channels.batches[rank].try_get()
+            batch = channels.batches[rank].get(timeout_s=0)
             assert batch is not None, "rank 0 has its part of the step, this rank has none"
     return batch
 
 
 def main(cfg: Config, channels: Channels, start: Start, rank: int, device_name: str) -> None:
-    device = torch.device(device_name)
+    device, batch = torch.device(device_name), None
     torch.manual_seed(cfg.seed)
     init_process_group(cfg, rank, device)
     trainer = Trainer(cfg, channels.weights.layout, rank, device)
     if start.folder:
         trainer.load_checkpoint(start.folder)
         trainer.publish(channels.weights, start.step)
-    reports, batch = channels.reports if rank == 0 else None, None
+
+    def report(kind: str, values: dict) -> None:
+        if rank == 0:
+            with contextlib.suppress(Stopped):  # no room, and all are to stop
+                channels.reports.put(Report(kind, values))
+
     for step in range(start.step, cfg.steps):
         began = time.monotonic()
         following = next_batch(channels, rank, device)
@@ -486,24 +314,19 @@ def main(cfg: Config, channels: Channels, start: Start, rank: int, device_name: 
             break
         batch, waited = following, time.monotonic()
         assert batch.step == step, f"batch of step {batch.step} arrived at step {step}"
-        metrics = trainer.step(batch)
+        metrics = {"step": step + 1, "version": step + 1} | batch.metrics | trainer.step(batch)
         stepped = time.monotonic()
         trainer.publish(channels.weights, step + 1)
-        metrics |= {"step": step + 1, "version": step + 1, "queue_batches": len(channels.batches[0])}
-        metrics |= {"wait_s": waited - began, "publish_s": time.monotonic() - stepped}
-        if reports is not None:
-            with contextlib.suppress(Stopped):  # then there is no next batch, and the model is saved
-                reports.put(Report("step", batch.metrics | metrics))
+        times = {"wait_s": waited - began, "publish_s": time.monotonic() - stepped}
+        report("step", metrics | times | {"queue_batches": len(channels.batches[0])})
         if cfg.checkpoint_every and (step + 1) % cfg.checkpoint_every == 0:
-            trainer.write_checkpoint(batch, reports)
+            trainer.write_checkpoint(batch, report)
     if batch is not None and cfg.checkpoint_every and (batch.step + 1) % cfg.checkpoint_every:
-        trainer.write_checkpoint(batch, reports)  # of a run that ended or was interrupted
+        trainer.write_checkpoint(batch, report)  # of a run that ended or was interrupted
     try:
         trainer.save(cfg.run_dir / "model")
-    except SAVE_ERRORS as error:
-        if reports is None:
-            raise
-        reports.put(Report("trouble", {"what": f"the model was not saved: {error}"}))
-    trainer.checkpoint_thread.shutdown()  # waits for the checkpoint in writing
+    except (OSError, SafetensorError) as error:
+        report("trouble", {"what": f"the model was not saved: {error}"})
+    trainer.wait_for_checkpoint()
     if dist.is_initialized():
         dist.destroy_process_group()

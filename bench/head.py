@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from train import HeadLogprobs  # noqa: E402
+from policy import HeadLogprobs  # noqa: E402
 
 
 def plain(hidden, weight, targets, temperature):

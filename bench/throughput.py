@@ -34,13 +34,13 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import launch  # noqa: E402
-from config import PRESETS, Config, model_layout  # noqa: E402
+from config import Config, model_layout, presets  # noqa: E402
 
 BATCHES = 20  # that training alone goes through
 
 
 def bench_config(folder: Path) -> Config:
-    cfg = PRESETS["tiny"][1]
+    cfg = presets()["tiny"]()
     return dataclasses.replace(
         cfg,
         runs_dir=folder,

@@ -4,7 +4,7 @@
 
 Whole optimizer steps of `train.Trainer` (forward, loss, backward, clipping, Adam) with random weights and tokens. The
 peak is the rate of a large square matrix product on the same device, before and after every step: float32 on a CPU,
-bfloat16 on a GPU. FLOPs are `train.training_flops`. DIR: a folder with a config.json.
+bfloat16 on a GPU. FLOPs are `bench.flops.training_flops`. DIR: a folder with a config.json.
 """
 
 import argparse
@@ -21,10 +21,11 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import launch  # noqa: E402
+from bench.flops import matmul_flops_per_s  # noqa: E402
 from config import Config, TrainConfig, model_layout  # noqa: E402
 from preprocess import Sequence, make_micro_batch  # noqa: E402
 from queues import Rollout, StepBatch  # noqa: E402
-from train import Trainer, init_process_group, matmul_flops_per_s  # noqa: E402
+from train import Trainer, init_process_group  # noqa: E402
 
 # layers, width, heads, key-value heads, inner width, vocabulary, tied
 SHAPES = {

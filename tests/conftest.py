@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "tiny")]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
 torch.set_num_threads(1)
 
-from config import PRESETS, Config  # noqa: E402
+from config import Config, presets  # noqa: E402
 
 
 def changed(cfg: Config, **changes) -> Config:
@@ -30,4 +30,4 @@ def changed(cfg: Config, **changes) -> Config:
 
 @pytest.fixture
 def tiny() -> Config:
-    return PRESETS["tiny"][1]
+    return presets()["tiny"]()

@@ -20,7 +20,7 @@ from conftest import changed
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config
 
 from actor import Engine
-from config import PRESETS, model_layout
+from config import model_layout, presets
 from queues import Rollout, SharedMemoryWeights
 
 PROMPTS = [[7, 10, 5, 12], [1, 2, 3], [4] * 20, [9, 8, 7, 6, 5, 4, 3, 2], [11, 0], [5, 5, 13, 5]]
@@ -37,7 +37,7 @@ def make_model(kind: str, folder: Path) -> None:
     torch.manual_seed(1)
     config = (LlamaConfig if kind == "llama" else Qwen2Config)(**common, tie_word_embeddings=kind == "qwen2-tied")
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(PRESETS["tiny"][1].model)
+    tokenizer = AutoTokenizer.from_pretrained(presets()["tiny"]().model)
     tokenizer.eos_token = None  # every sequence runs to its limit
     tokenizer.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"top_k": 2, "top_p": 0.3, "repetition_penalty": 1.5}))
@@ -49,7 +49,7 @@ class World:
     def __init__(self, folder: Path):
         layout = model_layout(folder)
         cfg = changed(
-            PRESETS["tiny"][1],
+            presets()["tiny"](),
             model=folder,
             actor=dict(max_prompt_tokens=400, max_completion_tokens=NEW_TOKENS, prefix_caching=True),
         )

@@ -5,7 +5,7 @@ from conftest import changed
 from test_queues import make_queue
 
 from actor import Actor
-from config import PRESETS
+from config import presets
 from queues import Channels, Prompt, Rollout
 
 LENGTH = 3  # tokens of every completion
@@ -44,7 +44,7 @@ class Weights:
 
 
 def make_actor(sequences=4, update="inflight", evals=2) -> Actor:
-    cfg = changed(PRESETS["tiny"][1], actor=dict(sequences=sequences, update=update), eval=dict(prompts=evals))
+    cfg = changed(presets()["tiny"](), actor=dict(sequences=sequences, update=update), eval=dict(prompts=evals))
     names = ("prompts", "eval_prompts", "completions", "rollouts", "reports")
     queues = {name: make_queue(slots=50) for name in names}
     channels = Channels(**queues, batches=[], weights=Weights(), stop=None)
@@ -58,8 +58,7 @@ def put(actor: Actor, group_id: int, version: int, samples: int = 2) -> None:
 
 def tick(actor: Actor) -> None:
     """One turn of the actor's main loop."""
-    if actor.may_update() and actor.engine.newer_weights_staged():
-        actor.update()
+    actor.update()
     actor.admit()
     actor.step()
 
@@ -118,7 +117,7 @@ def test_evaluation_goes_first_and_the_weights_stand_still_until_it_is_done():
     assert sum(prompt.is_eval for prompt in actor.in_flight.values()) == 2
     actor.channels.weights.version = 5
     tick(actor)
-    assert actor.engine.version == 0 and not actor.may_update()
+    assert actor.engine.version == 0 and actor.evals_left
     tick(actor)
     assert actor.evals_left == 0
     tick(actor)

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 import launch
-from config import PRESETS, check
+from config import check, presets
 
 MODEL = ROOT / "examples" / "tiny" / "model"
 
@@ -157,7 +157,7 @@ def test_help_lists_presets_and_every_field_with_a_help_line():
                 yield f"--{prefix}{name}".replace("_", "-")
 
     lines = done.stdout.splitlines()
-    for field in fields(PRESETS["tiny"][1]):
+    for field in fields(presets()["tiny"]()):
         at = next(i for i, line in enumerate(lines) if f" {field}" in line)
         entry = " ".join(lines[at : at + 3]).split(field)[1]
         assert len([word for word in entry.split("(default")[0].split() if word.isalpha()]) >= 2, field
@@ -172,15 +172,15 @@ def _one_column() -> dict:
 def test_override_reaches_the_config_and_the_saved_one_is_whole(tmp_path):
     cfg = launch.parse(["tiny", "--train.lr", "1e-4", "--max-lag", "None"])
     assert cfg.train.lr == 1e-4 and cfg.max_lag is None
-    launch.prepare_run_dir(dataclasses.replace(cfg, runs_dir=tmp_path), {})
+    launch.prepare_run_dir(dataclasses.replace(cfg, runs_dir=tmp_path))
     assert json.loads((tmp_path / "tiny" / "config.json").read_text())["train"]["lr"] == 1e-4
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", presets())
 def test_every_preset_passes_the_checks(name, tmp_path):
     from conftest import changed
 
-    check(changed(PRESETS[name][1], runs_dir=tmp_path))
+    check(changed(presets()[name](), runs_dir=tmp_path))
 
 
 # ---------------------------------------------------------------- where roles run
@@ -189,7 +189,7 @@ def test_every_preset_passes_the_checks(name, tmp_path):
 def places(cores, gpus=(), **changes):
     from conftest import changed
 
-    return launch.plan(changed(PRESETS["tiny"][1], **changes), list(cores), list(gpus))
+    return launch.plan(changed(presets()["tiny"](), **changes), list(cores), list(gpus))
 
 
 def test_actor_and_trainer_have_a_core_each_on_two_cores():

@@ -12,7 +12,7 @@ from conftest import changed
 from test_queues import make_queue
 from test_train import groups
 
-from config import PRESETS, ConfigError, Start
+from config import ConfigError, Start, presets
 from preprocess import (
     Admission,
     Preprocessor,
@@ -27,7 +27,7 @@ from preprocess import (
 )
 from queues import Channels, Prompt, RolloutGroup
 
-TINY = PRESETS["tiny"][1]
+TINY = presets()["tiny"]()
 
 # ---------------------------------------------------------------- advantages
 
@@ -61,11 +61,11 @@ def test_equal_rewards_give_exactly_zero_even_with_rounding():
 class World:
     """Actors, filter and trainer as loosely coupled as in a run, with every speed random."""
 
-    def __init__(self, seed: int, max_lag: int | None, in_order: bool):
+    def __init__(self, seed: int, max_lag: int | None):
         self.rng = rng = random.Random(seed)
         self.n = rng.randint(1, 4)  # groups a batch
         self.steps = rng.randint(1, 12)
-        self.admission = Admission(self.n, max_lag, in_order)
+        self.admission = Admission(self.n, max_lag)
         self.version = 0
         self.slots = [[] for _ in range(rng.randint(1, 3))]  # actor -> running groups [id, ticks left, versions seen]
         self.loaded = [0] * len(self.slots)
@@ -105,7 +105,7 @@ class World:
                 if group[1] == 0:
                     running.remove(group)
                     self._finish(group[0])
-        while (batch := admission.next_batch(list(self.finished))) is not None:
+        while (batch := admission.next_batch(self.finished)) is not None:
             self.batches.append([self.finished.pop(group_id) and group_id for group_id in batch])
         if self.batches and rng.random() < self.trainer_speed:
             for group_id in self.batches.pop(0):
@@ -121,13 +121,12 @@ class World:
             self.finished[group_id] = [group_id + 1]
 
 
-@pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("max_lag", [0, 1, 2, 5, 50, None])
-def test_no_token_is_older_than_max_lag_no_group_is_lost_and_nothing_deadlocks(max_lag, in_order):
+def test_no_token_is_older_than_max_lag_no_group_is_lost_and_nothing_deadlocks(max_lag):
     """Random lengths, actors, filters and speeds; observed lag never over the bound, and every run comes to its end."""
     reached = 0
     for seed in range(150):
-        world = World(seed, max_lag, in_order)
+        world = World(seed, max_lag)
         for _ in range(200_000):
             world.tick()
             if world.version == world.steps:
@@ -137,15 +136,15 @@ def test_no_token_is_older_than_max_lag_no_group_is_lost_and_nothing_deadlocks(m
         if max_lag is not None:
             assert max(world.lags) <= max_lag, f"seed {seed}"
         reached = max(reached, *world.lags)
-        assert world.trained + world.dropped == world.issued and not world.admission.deadlines
+        assert world.trained + world.dropped == world.issued and not world.admission.outstanding
         assert world.trained == world.steps * world.n
     assert max_lag in (None, 50) or reached == max_lag, (
         f"the bound is never reached ({reached}): admission is too strict"
     )
 
 
-def test_in_order_groups_leave_as_they_started_and_dropped_ones_are_not_waited_for():
-    admission = Admission(2, None, in_order=True)
+def test_groups_leave_as_they_started_and_dropped_ones_are_not_waited_for():
+    admission = Admission(2, None)
     for group_id in range(5):
         admission.start(group_id, 0)
     assert admission.next_batch([4, 1, 3]) is None, "group 0 is the first"
@@ -154,26 +153,18 @@ def test_in_order_groups_leave_as_they_started_and_dropped_ones_are_not_waited_f
     assert admission.next_batch([4, 1, 3, 2]) == [1, 2]
 
 
-def test_without_a_bound_groups_leave_as_they_finish():
-    admission = Admission(2, None)
-    for group_id in range(5):
-        admission.start(group_id, 0)
-    assert admission.next_batch([4]) is None
-    assert admission.next_batch([4, 1, 3]) == [4, 1]
-    assert admission.next_batch([3, 0]) == [3, 0]
-
-
-def test_batch_waits_for_the_group_that_has_to_be_in_it():
-    admission = Admission(groups_per_batch=2, max_lag=1, in_order=False)
+def test_places_up_to_the_bound_are_given_out_and_no_more():
+    admission = Admission(groups_per_batch=2, max_lag=1)
     for group_id in range(4):
         admission.start(group_id, version=0)  # all to be trained at step 0 or 1
     assert not admission.may_start(0)
-    assert admission.next_batch([1, 2]) == [1, 2]
+    assert admission.next_batch([1, 2, 0]) == [0, 1]
     assert admission.may_start(1) and not admission.may_start(0)
     admission.start(4, 1)
-    admission.start(5, 1)  # deadline 2
-    assert admission.next_batch([4, 5, 0]) is None, "group 3 has to be in step 1"
-    assert admission.next_batch([4, 5, 0, 3]) == [0, 3]
+    admission.start(5, 1)  # step 2 at the latest
+    assert not admission.may_start(1)
+    assert admission.next_batch([4, 5, 2]) is None, "group 3 has to be in step 1"
+    assert admission.next_batch([4, 5, 2, 3]) == [2, 3]
 
 
 def test_bound_zero_is_exactly_on_policy():
@@ -394,10 +385,10 @@ def test_evaluations_are_due_at_the_start_every_n_steps_and_at_the_end():
         one.channels.weights.version = version
         one.issue_eval()
         one.issue_eval()  # one at a time
-        while (prompt := one.channels.eval_prompts.try_get()) is not None:
+        while (prompt := one.channels.eval_prompts.get(timeout_s=0)) is not None:
             assert prompt.version == version and prompt.samples == 1
-            one.take(scored(prompt, [1.0], version))
-    while (report := one.channels.reports.try_get()) is not None:
+            one.take_eval(scored(prompt, [1.0], version))
+    while (report := one.channels.reports.get(timeout_s=0)) is not None:
         done.append((report.values["eval_version"], report.values["eval_accuracy"]))
     assert done == [(0, 1.0), (2, 1.0), (5, 1.0)]
     assert one.next_eval > 5
@@ -406,9 +397,9 @@ def test_evaluations_are_due_at_the_start_every_n_steps_and_at_the_end():
 def test_evaluation_on_weights_that_changed_in_between_is_refused():
     one = preprocessor(changed(TINY, **SMALL, eval=dict(every=2, prompts=2)))
     one.issue_eval()
-    one.take(scored(one.channels.eval_prompts.get(), [1.0], 0))
+    one.take_eval(scored(one.channels.eval_prompts.get(), [1.0], 0))
     with pytest.raises(AssertionError, match=r"weights changed during an evaluation: versions \[0, 1\]"):
-        one.take(scored(one.channels.eval_prompts.get(), [1.0], 1))
+        one.take_eval(scored(one.channels.eval_prompts.get(), [1.0], 1))
 
 
 def test_truncated_fraction_counts_length_only():

@@ -20,9 +20,10 @@ from test_train import CPU, TINY, groups, trainer
 
 import launch
 import train
+from bench.report import read_lines, summary
 from config import ConfigError, Start
 from preprocess import make_step_batches
-from queues import StepBatch
+from queues import Report, StepBatch
 
 # ---------------------------------------------------------------- the trainer's part
 
@@ -37,7 +38,11 @@ def record(cfg) -> launch.Record:
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         (cfg.run_dir / name).touch()
-    return launch.Record(cfg, launch.fingerprint(cfg.model))
+    return launch.Record(cfg)
+
+
+def reporter(queue):
+    return lambda kind, values: queue.put(Report(kind, values))
 
 
 def ranks_train(rank: int, ranks: int, cfg, first: int, last: int, weights) -> None:
@@ -50,8 +55,8 @@ def ranks_train(rank: int, ranks: int, cfg, first: int, last: int, weights) -> N
         one.load_checkpoint(launch.checkpoints(cfg)[-1])
     for step in range(first, last):
         one.step(batch(step, rank, ranks))
-    one.write_checkpoint(batch(last - 1, rank, ranks), reports)
-    one.checkpoint_thread.shutdown()
+    one.write_checkpoint(batch(last - 1, rank, ranks), reporter(reports))
+    one.wait_for_checkpoint()
     whole = {name: tensor.clone() for name, tensor in one.weights()}
     if rank == 0:
         report = reports.get(timeout_s=60)
@@ -98,7 +103,7 @@ def test_settings_of_the_optimizer_are_the_new_run_s_and_its_memory_is_the_old_o
     old, reports = trainer(cfg), make_queue()
     old.step(batch(0))
     old.skipped_steps = 3
-    old.write_checkpoint(batch(0), reports)
+    old.write_checkpoint(batch(0), reporter(reports))
     new = trainer(changed(cfg, train=dict(weight_decay=0.2, adam_betas=(0.5, 0.6))))
     record(cfg).take("checkpoint", reports.get(timeout_s=60).values)
     new.load_checkpoint(launch.checkpoints(cfg)[-1])
@@ -114,7 +119,7 @@ def write_for_ever(cfg) -> None:
     torch.set_num_threads(1)
     one, reports, book = trainer(cfg), make_queue(), record(cfg)
     for step in range(10_000):
-        one.write_checkpoint(batch(step), reports)
+        one.write_checkpoint(batch(step), reporter(reports))
         book.take("checkpoint", reports.get(timeout_s=60).values)
 
 
@@ -135,7 +140,7 @@ def test_kill_at_any_moment_of_writing_leaves_a_checkpoint_that_loads(tmp_path):
         process.kill()
         process.join()
         half_written += len(list((cfg.run_dir / "checkpoints").glob("*.unfinished")))
-        start = launch.resume(changed(cfg, resume=True), launch.fingerprint(cfg.model))
+        start = launch.resume(changed(cfg, resume=True))
         one = trainer(cfg)
         one.load_checkpoint(start.folder)
         one.step(batch(start.step))
@@ -189,10 +194,10 @@ def test_evaluation_that_was_running_is_made_again(tmp_path):
     cfg = changed(TINY, batch_size=8, group_size=4, steps=100, eval=dict(every=10, prompts=3))
     one = preprocessor(cfg)
     one.issue_eval()
-    assert one.stream_position()["next_eval"] == 0 and one.next_eval == 10
+    assert len(one.channels.eval_prompts) == 3 and one.stream_position()["next_eval"] == 0
     for _ in range(3):
         prompt = one.channels.eval_prompts.get()
-        one.take(scored(prompt, [1.0], 0))
+        one.take_eval(scored(prompt, [1.0], 0))
     assert one.stream_position()["next_eval"] == 10
     again = preprocessor(cfg, start=Start(step=7, next_eval=0))
     again.issue_eval()
@@ -204,27 +209,16 @@ def test_evaluation_that_was_running_is_made_again(tmp_path):
 
 def step_report(step: int, **values) -> dict:
     times = dict(wait_s=0.1, train_s=0.1, tokens=100, samples=8, lag_mean=1.0, lag_max=2, ess=0.5, reward=0.5)
-    return times | dict(step=step, version=step) | values
-
-
-def test_last_checkpoint_is_complete_only_with_the_last_line_and_its_evaluation(tmp_path):
-    """Else a kill between the two would leave a run that is neither finished nor to be resumed."""
-    cfg = changed(TINY, runs_dir=tmp_path, name="run", steps=1, eval=dict(every=1))
-    book = record(cfg)
-    (tmp_path / "run" / "checkpoints" / "step-1.unfinished").mkdir(parents=True)
-    book.take("step", step_report(1))
-    book.take("checkpoint", {"step": 1, "stream": {}})
-    assert not launch.checkpoints(cfg) and not launch.read_lines(book.metrics)
-    book.take("eval", {"eval_version": 1, "eval_accuracy": 0.5})
-    assert [folder.name for folder in launch.checkpoints(cfg)] == ["step-1"]
-    assert launch.read_lines(book.metrics)[0]["eval_accuracy"] == 0.5
+    shown = dict(loss=0.1, grad_norm=1.0, completion_tokens_mean=9.0)
+    return times | shown | dict(step=step, version=step) | values
 
 
 def test_summary_survives_steps_that_were_skipped(tmp_path):
     book = record(changed(TINY, runs_dir=tmp_path, name="run", steps=3, eval=dict(every=0)))
     for step, ess in enumerate((0.5, None, 1.0), start=1):
         book.take("step", step_report(step, ess=ess, grad_norm=None if ess is None else 1.0))
-    assert "ESS               mean 0.750, min 0.500" in book.summary("complete")
+    (tmp_path / "run" / "config.json").write_text(launch.as_json(book.cfg))
+    assert "ESS               mean 0.750, min 0.500" in summary(tmp_path / "run")
 
 
 def test_oldest_checkpoints_go_and_a_failed_one_leaves_nothing(tmp_path):
@@ -232,10 +226,10 @@ def test_oldest_checkpoints_go_and_a_failed_one_leaves_nothing(tmp_path):
     book, folder = record(cfg), tmp_path / "run" / "checkpoints"
     for step in (9, 10, 11):
         (folder / f"step-{step}.unfinished").mkdir(parents=True)
-        book.take("checkpoint", {"step": step, "stream": {}})
+        book.take("checkpoint", {"step": step})
     assert [path.name for path in launch.checkpoints(cfg)] == ["step-10", "step-11"] and not book.troubles
     (folder / "step-12.unfinished" / "start.json").mkdir(parents=True)  # cannot be written as a file
-    book.take("checkpoint", {"step": 12, "stream": {}})
+    book.take("checkpoint", {"step": 12})
     assert sorted(path.name for path in folder.iterdir()) == ["step-10", "step-11"] and book.troubles == 1
 
 
@@ -275,10 +269,16 @@ def test_killed_launcher_and_resume_train_every_group_once(tmp_path):
     assert 2 <= resumed_at < 4 and lines[resumed_at]["lag_max"] == 0, "the first batch after it is all of its version"
     assert all(a["time_s"] < b["time_s"] for a, b in zip(lines, lines[1:], strict=False))
     assert [rollout["step"] for rollout in second.lines("rollouts.jsonl")] == [1, 2, 3, 4]
-    assert lines[-1]["eval_version"] == 4
+    assert [line["eval_version"] for line in second.lines("evals.jsonl")] == [0, 2, 4]
     assert sorted(folder.name for folder in (second.folder / "checkpoints").iterdir()) == ["step-3", "step-4"]
     complete = Run(tmp_path, *SHORT, "--resume")
     assert complete.wait(30) == 2 and "is complete after 4 steps: give more --steps" in complete.text()
+    evals = second.folder / "evals.jsonl"
+    evals.write_text("".join(line + "\n" for line in evals.read_text().splitlines()[:-1]))
+    unevaluated = Run(tmp_path, *SHORT, "--resume")  # as if killed between the last step and its evaluation
+    assert unevaluated.wait(START_S) == 0, unevaluated.text()
+    assert [line["eval_version"] for line in second.lines("evals.jsonl")] == [0, 2, 4]
+    assert len(second.lines("metrics.jsonl")) == 4
 
 
 def test_checkpoints_that_cannot_be_written_do_not_end_the_run_but_its_exit_code_tells(tmp_path):
@@ -338,42 +338,52 @@ def interrupted(tmp_path):
     (cfg.run_dir / "config.json").write_text(launch.as_json(cfg))
     folder = cfg.run_dir / "checkpoints" / "step-3.unfinished"
     folder.mkdir(parents=True)
-    book.take("checkpoint", {"step": 3, "stream": {"next_group": 9, "unfinished": [], "dropped": {}}})
+    book.take("checkpoint", {"step": 3, "next_group": 9, "unfinished": [], "dropped": {}, "next_eval": 50})
     return cfg
 
 
 def test_changes_that_would_not_fit_are_refused_by_name_and_others_are_not(interrupted):
-    cfg, model = interrupted, launch.fingerprint(interrupted.model)
-    for change in (dict(batch_size=64), dict(group_size=4), dict(seed=5), dict(data="other.jsonl")):
+    cfg = interrupted
+    for change in (
+        dict(batch_size=64),
+        dict(group_size=4),
+        dict(seed=5),
+        dict(data="other.jsonl"),
+        dict(model=cfg.model.parent),
+    ):
         ((key, value),) = change.items()
         with pytest.raises(ConfigError, match=f"--resume: {key} is {value}, the run has {getattr(cfg, key)}"):
-            launch.resume(changed(cfg, **change), model)
-    with pytest.raises(ConfigError, match="is not the model that the run began with: model.safetensors differs"):
-        launch.resume(cfg, {"model.safetensors": "another"})
+            launch.resume(changed(cfg, **change))
+    evals = cfg.run_dir / "evals.jsonl"
+    assert launch.resume(changed(cfg, steps=3)).step == 3, "its last evaluation is not in"
+    evals.write_text('{"eval_version": 3}\n')
     with pytest.raises(ConfigError, match="complete after 3 steps: give more --steps"):
-        launch.resume(changed(cfg, steps=3), model)
+        launch.resume(changed(cfg, steps=3))
     allowed = changed(cfg, max_lag=1, steps=500, train=dict(lr=1e-5))
-    assert launch.resume(allowed, model).step == 3
+    assert launch.resume(allowed).step == 3
 
 
 def test_nothing_to_resume_is_said(tmp_path, interrupted):
     with pytest.raises(ConfigError, match="no complete checkpoint to resume"):
-        launch.resume(changed(interrupted, name="other"), {})
+        launch.resume(changed(interrupted, name="other"))
     shutil.rmtree(interrupted.run_dir / "checkpoints")
     with pytest.raises(ConfigError, match="no complete checkpoint to resume"):
-        launch.resume(interrupted, {})
+        launch.resume(interrupted)
 
 
 def test_half_written_checkpoint_is_ignored_and_said(interrupted, capsys):
     newer = interrupted.run_dir / "checkpoints" / "step-7.unfinished"
     newer.mkdir()
     (newer / "__0_0.distcp").write_bytes(b"half")
-    assert launch.resume(interrupted, launch.fingerprint(interrupted.model)).step == 3
+    assert launch.resume(interrupted).step == 3
     assert "step-7.unfinished is half-written and ignored" in capsys.readouterr().out and not newer.exists()
 
 
 def test_lines_after_the_checkpoint_and_half_a_line_are_cut(interrupted):
     path = interrupted.run_dir / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 4)) + '{"step": 5, "los')
-    launch.resume(interrupted, launch.fingerprint(interrupted.model))
+    evals = interrupted.run_dir / "evals.jsonl"
+    evals.write_text("".join(json.dumps({"eval_version": version}) + "\n" for version in (0, 50)))
+    launch.resume(interrupted)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    assert [line["eval_version"] for line in read_lines(evals)] == [0], "that of version 50 is due, and made again"

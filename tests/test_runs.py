@@ -88,11 +88,7 @@ def finished(tmp_path_factory) -> Run:
 
 def test_held_out_success_rises_by_fifteen_points_in_eighty_steps(finished):
     """From about 40%; what chance alone moves 256 samples by is 3 points."""
-    evals = [
-        (line["eval_version"], line["eval_accuracy"])
-        for line in finished.lines("metrics.jsonl")
-        if "eval_version" in line
-    ]
+    evals = [(line["eval_version"], line["eval_accuracy"]) for line in finished.lines("evals.jsonl")]
     assert [version for version, _ in evals][0] == 0 and evals[-1][0] == 80 and len(evals) == 3
     assert evals[-1][1] >= evals[0][1] + 0.15, evals
 
@@ -174,7 +170,7 @@ def test_two_runs_side_by_side_every_option_of_the_schedule_and_several_processe
     assert (one.wait(2 * START_S), two.wait(2 * START_S)) == (0, 0), one.text() + two.text()
     for run in (one, two):
         assert len(run.lines("metrics.jsonl")) == 4
-        assert [line["eval_version"] for line in run.lines("metrics.jsonl") if "eval_version" in line][-1] == 4
+        assert run.lines("evals.jsonl")[-1]["eval_version"] == 4
         assert (run.folder / "model" / "model.safetensors").exists()
     assert all(len(set(rollout["versions"])) == 1 for rollout in one.lines("rollouts.jsonl")), (
         "drain: one policy a sequence"

@@ -10,23 +10,15 @@ from conftest import changed
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from config import PRESETS, model_layout
+from bench.flops import training_flops
+from config import model_layout, presets
+from policy import HeadLogprobs, Policy, load_policy
 from preprocess import Sequence, make_micro_batch, make_step_batches
 from queues import MicroBatch, Prompt, Rollout, RolloutGroup, SharedMemoryWeights, StepBatch
-from train import (
-    HeadLogprobs,
-    Policy,
-    Trainer,
-    full,
-    learning_rate,
-    load_policy,
-    policy_loss,
-    step_metrics,
-    training_flops,
-)
+from train import Trainer, full, learning_rate, policy_loss, step_metrics
 
 CPU = torch.device("cpu")
-TINY = PRESETS["tiny"][1]
+TINY = presets()["tiny"]()
 
 
 def three_tokens(**changes) -> MicroBatch:
