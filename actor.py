@@ -44,9 +44,9 @@ class CopyRecorder(TorchDispatchMode):
 class WeightReceiver:
     """What vLLM's worker learns for us (its `worker_extension_cls`): to stage new weights and to swap them in.
 
-    vLLM's own loader knows where each weight of the checkpoint goes (fused qkv, tied head), but takes ten times as
-    long as the copies it makes. It is run once, on version 0, and its copies are noted: they go from views of the
-    staging tensors to views of the live parameters, so to repeat them is to load what has been staged since.
+    vLLM's loader knows where each weight goes (fused qkv, tied head), but takes ten times as long as the copies it
+    makes. It is run once, on version 0, and its copies are noted: they go from views of the staging tensors to views of
+    the live parameters, so to repeat them is to load what has been staged since.
     """
 
     def join_weight_channel(self, weights: SharedMemoryWeights) -> None:
@@ -192,8 +192,7 @@ class Actor:
         self.done, self.reported = Counter(), time.monotonic()  # since the last report
 
     def update(self) -> None:
-        """Load newer weights if they are there and the schedule lets them change: not under a running evaluation, nor
-        (drain) under a sequence."""
+        """Load newer weights, if there are any, but not under a running evaluation nor (drain) a running sequence."""
         drain = self.cfg.actor.update == "drain"
         standing = self.evals_left or (drain and self.in_flight)
         if not standing and self.engine.newer_weights_staged():  # in this order: what is staged shall not grow old

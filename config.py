@@ -231,10 +231,8 @@ def _wrong_values(cfg: Config) -> Iterator[str]:
     if cfg.group_size == 1:
         yield f"group_size 1 leaves nothing for a {cfg.preprocess.baseline} baseline: take group_size 2 or more"
     if cfg.actor.top_p != 1.0 or cfg.actor.top_k != 0:
-        yield (
-            f"top_p {cfg.actor.top_p}, top_k {cfg.actor.top_k}: the trainer cannot mirror a truncated distribution, so "
-            "importance ratios would be wrong; take top_p 1 and top_k 0, and sharpen with the temperature"
-        )
+        given = f"top_p {cfg.actor.top_p}, top_k {cfg.actor.top_k}"
+        yield f"{given}: the trainer cannot mirror a truncated distribution; take 1 and 0, and sharpen with temperature"
 
 
 def _wrong_model(cfg: Config) -> Iterator[str]:

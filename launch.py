@@ -13,7 +13,6 @@ Exit code 0 when the run is complete, 2 for bad input, 1 when a role failed, 130
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import importlib
 import json
 import multiprocessing
@@ -27,7 +26,7 @@ from collections import Counter
 from pathlib import Path
 
 from bench.report import TITLES, draw, read_lines, show_rollout, show_step, summary
-from config import Config, ConfigError, Start, check, model_layout, presets
+from config import Config, ConfigError, Start, check, presets
 
 START = time.monotonic()
 SHUTDOWN_S = 6.0  # for roles to end by themselves when one has died, the model to be saved; then they are killed
@@ -71,11 +70,9 @@ class Place:
 
 
 def plan(cfg: Config, cores: list[int], gpus: list[str]) -> dict[str, Place]:
-    """Role -> place. Trainers first on the GPUs, actors after them; without GPUs each gets cores of its own.
-
-    The light roles (preprocess, reward, the launcher) share the trainers' cores: the decode loop must not be disturbed.
-    Raises ConfigError if `device` asks for GPUs that are not there.
-    """
+    """Role -> place. Trainers first on the GPUs, actors after them; without GPUs each gets cores of its own. The light
+    roles share the trainers' cores: the decode loop must not be disturbed. Raises ConfigError if there are not the GPUs
+    that `device` asks for."""
     names = [f"train-{i}" for i in range(cfg.trainers)] + [f"actor-{i}" for i in range(cfg.actors)]
     use_gpus = cfg.device == "cuda" or (cfg.device == "auto" and len(gpus) >= len(names))
     if use_gpus and len(gpus) < len(names):
@@ -89,28 +86,6 @@ def plan(cfg: Config, cores: list[int], gpus: list[str]) -> dict[str, Place]:
     light = tuple(sorted({core for name in names[: cfg.trainers] for core in places[name].cores}))
     places["preprocess"] = Place(places["train-0"].device, light, 1, places["train-0"].gpu)
     return places | {f"reward-{i}": Place("cpu", light, 1) for i in range(cfg.reward.workers)}
-
-
-def make_channels(cfg: Config, context):
-    """All queues, sized so that the largest message the configuration allows fits; memory is taken when used."""
-    from queues import Channels, SharedMemoryQueue, SharedMemoryWeights
-
-    stop, row_bytes = context.Value("b", 0, lock=False), 2**18
-    prompt_tokens, completion_tokens = cfg.actor.max_prompt_tokens, cfg.actor.max_completion_tokens
-    group_bytes = row_bytes + 8 * prompt_tokens + cfg.group_size * (24 * completion_tokens + 1024)
-    batch_bytes = row_bytes + cfg.batch_size * (44 * (prompt_tokens + completion_tokens) + 1024)
-
-    queue = functools.partial(SharedMemoryQueue, context=context, stop=stop)
-    return Channels(
-        prompts=queue("prompts", 4 * cfg.actors, group_bytes),
-        eval_prompts=queue("held-out prompts", cfg.eval.prompts, group_bytes),
-        completions=queue("completions", 64, group_bytes),
-        rollouts=queue("rollouts", 64, group_bytes),
-        batches=[queue("batches", cfg.preprocess.ready_batches + 1, batch_bytes) for _ in range(cfg.trainers)],
-        weights=SharedMemoryWeights(model_layout(cfg.model), cfg.actor.dtype, context),
-        reports=queue("reports", 256, group_bytes),
-        stop=stop,
-    )
 
 
 def run_role(name: str, cfg: Config, channels, start: Start, place: Place, log: Path, launcher: int) -> None:
@@ -146,8 +121,7 @@ class Roles:
         self.channels, self.logs, self.processes = channels, cfg.run_dir / "logs", {}
         self.logs.mkdir(parents=True, exist_ok=True)
         all_cores = os.sched_getaffinity(0)
-        for name in sorted(places, key=lambda name: not name.startswith("actor")):  # the slowest to start goes first
-            place = places[name]
+        for name, place in sorted(places.items()):  # actors first: they take longest to start
             place.enter()
             arguments = (name, cfg, channels, start, place, self.logs / f"{name}.log", os.getpid())
             self.processes[name] = context.Process(target=run_role, args=arguments, name=name)
@@ -163,8 +137,7 @@ class Roles:
         return all(p.exitcode == 0 for name, p in self.processes.items() if name.startswith(self.FINISHING))
 
     def stop(self, patience_s: float, interrupted: list[int], record: "Record") -> None:
-        """Ask all roles to end, taking their last reports; kill those that have not ended within `patience_s` or by
-        another Ctrl-C."""
+        """Ask all roles to end, taking their last reports; kill those that have not after `patience_s` or a Ctrl-C."""
         self.channels.stop.value = 1
         deadline, signals = time.monotonic() + patience_s, max(1, len(interrupted))
         while any(p.exitcode is None for p in self.processes.values()):
@@ -292,10 +265,8 @@ def checkpoints(cfg: Config) -> list[Path]:
 
 
 def resume(cfg: Config) -> Start:
-    """The newest complete checkpoint; what the run did after it is cut from its files.
-
-    Raises ConfigError if there is none, or it is of a run that this configuration cannot continue.
-    """
+    """The newest complete checkpoint; what the run did after it is cut from its files. Raises ConfigError if there is
+    none, or it is of a run that this configuration cannot continue."""
     found = checkpoints(cfg)
     if not found:
         raise ConfigError(f"{cfg.run_dir} has no complete checkpoint to resume: begin anew, with --overwrite")
@@ -312,14 +283,10 @@ def resume(cfg: Config) -> Start:
     for folder in cfg.checkpoint_dir(0).parent.glob("*.unfinished"):
         print(f"launch.py: {folder} is half-written and ignored")
         shutil.rmtree(folder)
-    last = {
-        "metrics": ("step", start.step),
-        "rollouts": ("step", start.step),
-        "evals": ("eval_version", start.next_eval - 1),
-    }
-    for name, (key, value) in last.items():
+    last = {"step": start.step, "eval_version": start.next_eval - 1}
+    for name, key in (("metrics", "step"), ("rollouts", "step"), ("evals", "eval_version")):
         path, cut = cfg.run_dir / f"{name}.jsonl", cfg.run_dir / f"{name}.cut"
-        cut.write_text("".join(json.dumps(line) + "\n" for line in read_lines(path) if line[key] <= value))
+        cut.write_text("".join(json.dumps(line) + "\n" for line in read_lines(path) if line[key] <= last[key]))
         cut.rename(path)
     (cfg.run_dir / "trainers.rendezvous").unlink(missing_ok=True)
     print(f"launch.py: going on from {start.folder}")
@@ -378,6 +345,8 @@ def gpus() -> list[str]:
 
 def run(cfg: Config) -> int:
     """A checked configuration -> exit code."""
+    from queues import make_channels
+
     places = plan(cfg, sorted(os.sched_getaffinity(0)), [] if cfg.device == "cpu" else gpus())
     start = prepare_run_dir(cfg)
     interrupted: list[int] = []

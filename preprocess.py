@@ -206,8 +206,7 @@ def make_step_batches(
 
 
 def batch_metrics(groups: list[RolloutGroup], dropped_rewards: list[float]) -> dict:
-    """What can be said of a step before it is trained. Rewards count those of the groups dropped on the way to it: the
-    batch alone would not show progress where groups that are all right are dropped."""
+    """Of a step before it is trained. Rewards count dropped groups as well: those that are all right are progress."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.reward for rollout in rollouts] + dropped_rewards
     return {
@@ -278,10 +277,8 @@ class Preprocessor:
             self.admission.drop(group.prompt.group_id)
             self.dropped_in_a_row += 1
             if self.dropped_in_a_row >= 100 * self.cfg.groups_per_batch:
-                raise RuntimeError(
-                    f"the last {self.dropped_in_a_row} groups were all dropped: every sample of a group got the same "
-                    "reward. The task is too hard or too easy for this model, or the verifier is wrong"
-                )
+                what = f"the last {self.dropped_in_a_row} groups were all dropped: in each, all rewards were the same"
+                raise RuntimeError(f"{what}. Is the task too hard or too easy for this model, or the verifier wrong?")
         else:
             self.dropped_in_a_row = 0
             self.finished[group.prompt.group_id] = group

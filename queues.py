@@ -12,6 +12,7 @@ made the weights: 0 is the initial model.
 
 import contextlib
 import fcntl
+import functools
 import math
 import mmap
 import os
@@ -22,6 +23,8 @@ from typing import Any
 
 import msgspec
 import torch
+
+from config import Config, model_layout
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,8 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One trainer rank's part of one optimizer step, with the normalisers of the *whole* step.
-
-    The gradient is Σ over ranks and micro-batches of (sum of weighted token losses) / normaliser, so it does not depend
-    on how the batch was cut.
-    """
+    """One trainer rank's part of one optimizer step, with the normaliser of the *whole* step: the gradient, a sum over
+    ranks and micro-batches of weighted token losses / normaliser, does not depend on how the batch was cut."""
 
     step: int  # optimizer steps before this one = the version that trains on it
     micro_batches: list[MicroBatch]  # the same number on every rank
@@ -258,10 +258,8 @@ class SharedMemoryWeights:
         return self._state[0]
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write the named tensors, cast to the engine's dtype, one at a time, and make them the newest version.
-
-        Raises ValueError if the names are not exactly those of the layout.
-        """
+        """Write tensors, cast to the engine's dtype, and make them the newest version. Raises ValueError if their names
+        are not exactly those of the layout."""
         self._state[1] = version
         buffer, missing = self._views(version), set(self.layout)
         for name, tensor in tensors:
@@ -301,3 +299,22 @@ class Channels:
     weights: SharedMemoryWeights  # trainer rank 0 -> actors
     reports: SharedMemoryQueue  # everybody -> launcher
     stop: Any  # shared byte: 1 = every role is to stop
+
+
+def make_channels(cfg: Config, context) -> Channels:
+    """All queues, sized so that the largest message the configuration allows fits; memory is taken when used."""
+    stop, row_bytes = context.Value("b", 0, lock=False), 2**18
+    prompt_tokens, completion_tokens = cfg.actor.max_prompt_tokens, cfg.actor.max_completion_tokens
+    group_bytes = row_bytes + 8 * prompt_tokens + cfg.group_size * (24 * completion_tokens + 1024)
+    batch_bytes = row_bytes + cfg.batch_size * (44 * (prompt_tokens + completion_tokens) + 1024)
+    queue = functools.partial(SharedMemoryQueue, context=context, stop=stop)
+    return Channels(
+        prompts=queue("prompts", 4 * cfg.actors, group_bytes),
+        eval_prompts=queue("held-out prompts", cfg.eval.prompts, group_bytes),
+        completions=queue("completions", 64, group_bytes),
+        rollouts=queue("rollouts", 64, group_bytes),
+        batches=[queue("batches", cfg.preprocess.ready_batches + 1, batch_bytes) for _ in range(cfg.trainers)],
+        weights=SharedMemoryWeights(model_layout(cfg.model), cfg.actor.dtype, context),
+        reports=queue("reports", 256, group_bytes),
+        stop=stop,
+    )

@@ -46,9 +46,7 @@ A_DAY = datetime.timedelta(days=1)
 # C completion tokens of a packed micro-batch enter the loss.
 
 
-def policy_loss(
-    logprobs: torch.Tensor, micro_batch: MicroBatch, clamp: float, kl_coef: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def policy_loss(logprobs: torch.Tensor, micro_batch: MicroBatch, clamp: float, kl_coef: float = 0.0):
     """Sum of weighted token losses (PAPER section 2, arXiv 2509.19128), not yet normalised; and the ratios (C,).
 
         ratio = π(y_t) / μ(y_t)                                   no gradient through it
@@ -66,9 +64,7 @@ def policy_loss(
     return (micro_batch.weights[mask] * losses).sum(), ratio
 
 
-def step_metrics(
-    loss: float, ratio: torch.Tensor, entropy: torch.Tensor, lag: torch.Tensor, clamp: float, device: torch.device
-) -> dict:
+def step_metrics(loss: float, ratio, entropy, lag, clamp: float, device: torch.device) -> dict:
     """Metrics of one optimizer step from this rank's share of its loss and its tokens' values, each (C,). A collective.
 
     ess = (Σ r)² / (N · Σ r²) with the unclamped ratios, over the N tokens of all ranks (PAPER section 2).

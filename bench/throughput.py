@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 import launch  # noqa: E402
 from config import Config, model_layout, presets  # noqa: E402
+from queues import make_channels  # noqa: E402
 
 BATCHES = 20  # that training alone goes through
 
@@ -101,7 +102,7 @@ def train_alone(cfg: Config, channels, path: Path) -> None:
 def run_apart(cfg: Config) -> None:
     """Generation and training alone, until killed."""
     context = multiprocessing.get_context("spawn")
-    places, channels = launch.plan(cfg, sorted(os.sched_getaffinity(0)), []), launch.make_channels(cfg, context)
+    places, channels = launch.plan(cfg, sorted(os.sched_getaffinity(0)), []), make_channels(cfg, context)
     processes = []
     for target, role in ((generate_alone, "actor-0"), (train_alone, "train-0")):
         places[role].enter()

@@ -48,7 +48,6 @@ def reporter(queue):
 def ranks_train(rank: int, ranks: int, cfg, first: int, last: int, weights) -> None:
     """Steps first … last - 1, from the newest checkpoint if there is one, and a checkpoint at the end."""
     cfg = changed(cfg, trainers=ranks)
-    (cfg.run_dir / "trainers.rendezvous").unlink(missing_ok=True) if not rank else time.sleep(1)
     train.init_process_group(cfg, rank, CPU)
     one, reports = trainer(cfg, rank), make_queue()
     if first:
@@ -67,6 +66,7 @@ def ranks_train(rank: int, ranks: int, cfg, first: int, last: int, weights) -> N
 
 def train_with(ranks: int, cfg, first: int, last: int) -> dict:
     context, weights = multiprocessing.get_context("spawn"), cfg.runs_dir / "weights"
+    (cfg.run_dir / "trainers.rendezvous").unlink(missing_ok=True)  # as the launcher does at a resume
     arguments = [(rank, ranks, cfg, first, last, weights) for rank in range(ranks)]
     processes = [context.Process(target=ranks_train, args=each) for each in arguments]
     if ranks == 1:  # no need of a process of its own
