@@ -13,7 +13,7 @@ def preset() -> Config:
         name="tiny",
         model=HERE / "model",
         data=f"{HERE}/task.py:train_rows",
-        steps=200,
+        steps=220,
         batch_size=128,
         group_size=8,
         max_lag=4,
