@@ -201,7 +201,8 @@ class Actor:
 
     def admit(self) -> None:
         """Fill up to H sequences in flight, sample by sample; evaluation prompts go first."""
-        if self.cfg.actor.update == "drain" and self.channels.weights.version > self.engine.version:
+        drain = self.cfg.actor.update == "drain" and not self.evals_left  # an evaluation ends with the weights it has
+        if drain and self.channels.weights.version > self.engine.version:
             return  # let what is in flight run dry, then wait for the newest weights
         while len(self.in_flight) < self.cfg.actor.sequences and self._take_prompt():
             prompt = self.waiting[0]
@@ -259,4 +260,3 @@ def main(cfg: Config, channels: Channels, start: Start, index: int, device: str)
         actor.step()  # with nothing to decode, too: groups may wait to be sent
         if idle:
             actor.done["idle_s"] += time.monotonic() - begin
-    actor.report()

@@ -3,16 +3,19 @@
 A preset is a file: examples/<name>/preset.py, beside its task and its model.
 """
 
+import contextlib
+import importlib.util
 import itertools
 import json
 import math
 import operator
-import runpy
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 from safetensors import SafetensorError, safe_open
 
 
@@ -128,10 +131,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts: anew, or where `step` optimizer steps had left it. A group's id is its row in the stream.
-
-    >>> Start(step=2, folder=Path("runs/a/checkpoints/step-2"), next_group=40, unfinished=[37, 39])
-    """
+    """Where a run starts: anew, or where `step` optimizer steps had left it. A group's id is its row in the stream."""
 
     step: int = 0
     folder: Path | None = None  # of the checkpoint
@@ -148,11 +148,15 @@ def load_function(spec: str) -> Callable:
         raise ConfigError(f"{spec!r}: want `file.py:function`")
     if not Path(path).is_file():
         raise ConfigError(f"{path}: no such file (named by {spec!r})")
+    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = sys.modules[module_spec.name] = importlib.util.module_from_spec(
+        module_spec
+    )  # known: it may pickle its own
     try:
-        function = runpy.run_path(path, run_name=Path(path).stem).get(name)
+        module_spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"{path} cannot be imported: {error!r} (named by {spec!r})") from error
-    if not callable(function):
+    if not callable(function := getattr(module, name, None)):
         raise ConfigError(f"{path} has no function {name!r} (named by {spec!r})")
     return function
 
@@ -181,13 +185,16 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def checked_row(row: object, where: str) -> dict:
-    """Raises ConfigError unless `row` is a dict with a non-empty string `prompt` and a string `answer`."""
+    """Raises ConfigError unless `row` is a dict of plain values with strings `prompt`, not empty, and `answer`."""
     if not isinstance(row, dict):
         raise ConfigError(f'{where}: want an object with "prompt" and "answer", got {row!r}')
     for key in ("prompt", "answer"):
         if not isinstance(row.get(key), str) or (key == "prompt" and not row[key]):
             raise ConfigError(f'{where}: "{key}" is missing or not a string: {row!r}')
-    return row
+    with contextlib.suppress(TypeError, OverflowError, UnicodeError):
+        if msgspec.msgpack.decode(msgspec.msgpack.encode(row)) == row:
+            return row
+    raise ConfigError(f"{where}: {row!r} would not reach the verifier as it is: want text, numbers, lists and dicts")
 
 
 def model_layout(folder: Path) -> dict[str, tuple[int, ...]]:

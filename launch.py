@@ -1,6 +1,6 @@
 """Launch: `python launch.py tiny` starts every role on this machine, watches over them and shows what they do.
 
-consumes  reports: "step" lines of the trainer, totals of the actors, evaluations, one rollout a step
+consumes  reports: "step" lines of the trainer, what the actors did since their last, evaluations, one rollout a step
 emits     runs/<name>/: config.json, metrics.jsonl, evals.jsonl, rollouts.jsonl, checkpoints/, logs/, model/, reward.png
 
     check the configuration, plan cores and GPUs, start the roles
@@ -45,7 +45,8 @@ def parse(argv: list[str]) -> Config:
         raise ConfigError(f"unknown preset {preset!r}: the first argument is one of {', '.join(known)} (see --help)")
     names = "\n".join(f"  {name:8s} {function.__doc__}" for name, function in known.items())
     description = f"PipelineRL, minimal and hackable.\n\npresets:\n{names}\n\nfields, with the values of `{preset}`:"
-    return tyro.cli(Config, default=known[preset](), args=args, prog="launch.py PRESET", description=description)
+    cfg = tyro.cli(Config, default=known[preset](), args=args, prog="launch.py PRESET", description=description)
+    return dataclasses.replace(cfg, model=cfg.model.resolve())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,6 +239,7 @@ class Record:
             "trained_tokens_per_s": metrics["tokens"] / (now - last["time_s"]),
             "update_stall_s": done["update_stall_s"],
             "actor_idle_s": done["idle_s"],
+            "actor_running_s": done["running_s"],
             "in_flight": sum(self.in_flight.values()),
         }  # fmt: skip
         self.steps.append(line)
@@ -266,7 +268,7 @@ def checkpoints(cfg: Config) -> list[Path]:
 
 def resume(cfg: Config) -> Start:
     """The newest complete checkpoint; what the run did after it is cut from its files. Raises ConfigError if there is
-    none, or it is of a run that this configuration cannot continue."""
+    none, or it is of a run that this configuration cannot continue (what the model's files hold is not compared)."""
     found = checkpoints(cfg)
     if not found:
         raise ConfigError(f"{cfg.run_dir} has no complete checkpoint to resume: begin anew, with --overwrite")
@@ -274,19 +276,18 @@ def resume(cfg: Config) -> Start:
     for key in ("model", "data", "seed", "batch_size", "group_size"):
         if before[key] != now[key]:
             raise ConfigError(f"--resume: {key} is {now[key]}, the run has {before[key]}: what it did would not fit")
-    start = Start(folder=found[-1], **json.loads((found[-1] / "start.json").read_text()))
-    evaluated = not cfg.eval.every or any(
-        e["eval_version"] >= cfg.steps for e in read_lines(cfg.run_dir / "evals.jsonl")
-    )
-    if start.step > cfg.steps or (start.step == cfg.steps and evaluated):
+    state, every = json.loads((found[-1] / "start.json").read_text()), max(1, cfg.eval.every)
+    evals = [line["eval_version"] for line in read_lines(cfg.run_dir / "evals.jsonl")]
+    last_eval = max((version for version in evals if version <= state["step"]), default=-1)
+    start = Start(folder=found[-1], next_eval=(last_eval // every + 1) * every, **state)
+    if start.step > cfg.steps or (start.step == cfg.steps and (last_eval == cfg.steps or not cfg.eval.every)):
         raise ConfigError(f"--resume: {cfg.run_dir} is complete after {start.step} steps: give more --steps to go on")
     for folder in cfg.checkpoint_dir(0).parent.glob("*.unfinished"):
         print(f"launch.py: {folder} is half-written and ignored")
         shutil.rmtree(folder)
-    last = {"step": start.step, "eval_version": start.next_eval - 1}
     for name, key in (("metrics", "step"), ("rollouts", "step"), ("evals", "eval_version")):
         path, cut = cfg.run_dir / f"{name}.jsonl", cfg.run_dir / f"{name}.cut"
-        cut.write_text("".join(json.dumps(line) + "\n" for line in read_lines(path) if line[key] <= last[key]))
+        cut.write_text("".join(json.dumps(line) + "\n" for line in read_lines(path) if line[key] <= start.step))
         cut.rename(path)
     (cfg.run_dir / "trainers.rendezvous").unlink(missing_ok=True)
     print(f"launch.py: going on from {start.folder}")

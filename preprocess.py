@@ -32,10 +32,8 @@ from queues import Channels, MicroBatch, Prompt, Report, Rollout, RolloutGroup, 
 
 
 def rows(source: str, seed: int) -> Iterator[dict]:
-    """Dataset rows without end: a .jsonl file reshuffled each epoch, or what a `file.py:function` yields.
-
-    A finite function is called again with another seed when it is exhausted. Raises ConfigError for a malformed row.
-    """
+    """Dataset rows without end: a .jsonl file reshuffled each epoch, or what a `file.py:function` yields, called again
+    with another seed when it is exhausted. Raises ConfigError for a malformed row."""
     for epoch in itertools.count():
         number = 0
         if source.endswith(".jsonl"):
@@ -50,10 +48,8 @@ def rows(source: str, seed: int) -> Iterator[dict]:
 
 
 def encoded_prompts(source: str, seed: int, encode: Callable[[str], list[int]], max_tokens: int, dropped: Counter):
-    """(row number, prompt token ids, row) without end; prompts over `max_tokens` are skipped and counted.
-
-    Raises ConfigError if 1,000 prompts in a row are too long.
-    """
+    """(row number, prompt token ids, row) without end; prompts over `max_tokens` are skipped and counted. Raises
+    ConfigError if 1,000 in a row are too long."""
     last = 0
     for number, row in enumerate(rows(source, seed)):
         prompt_ids = encode(row["prompt"])
@@ -321,7 +317,6 @@ class Preprocessor:
             "next_group": max(self.start.next_group, next_row),
             "unfinished": sorted(not_yet_again | set(self.admission.outstanding)),
             "dropped": dict(self.dropped),
-            "next_eval": self.next_eval if self.eval_prompts else 0,
         }
 
     def report_rollout(self, step: int, group: RolloutGroup) -> None:
@@ -360,9 +355,7 @@ def main(cfg: Config, channels: Channels, start: Start, _: int, device_name: str
     preprocessor = Preprocessor(cfg, channels, start, tokenizer, reference(cfg, torch.device(device_name)))
     while channels.weights.version < start.step and not channels.stop.value:
         time.sleep(0.01)  # the trainer publishes the checkpoint's weights first
-    while not preprocessor.done:
-        if channels.stop.value:
-            return
+    while not preprocessor.done and not channels.stop.value:
         preprocessor.issue_eval()
         preprocessor.issue_prompts()
         group = channels.rollouts.get(timeout_s=0.02)

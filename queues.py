@@ -141,12 +141,12 @@ def _to_tensor(_: type, value: tuple) -> torch.Tensor:
 
 
 def encode(message: Any) -> bytes:
-    """Message -> msgpack bytes. Raises TypeError for a value that is neither a tensor (not empty) nor plain."""
+    """Message -> msgpack bytes. Fields are tensors, not empty, or plain values; raises TypeError for most others."""
     return msgspec.msgpack.encode((type(message).__name__, message), enc_hook=_from_tensor)
 
 
 def decode(data: bytes) -> Any:
-    """Inverse of `encode`. Raises msgspec.DecodeError for bytes that are not a message or lack one of its fields."""
+    """Inverse of `encode`. Raises msgspec.DecodeError or KeyError for bytes that are not a whole message."""
     name, fields = msgspec.msgpack.decode(data, type=tuple[str, msgspec.Raw])
     return msgspec.msgpack.decode(fields, type=_MESSAGES[name], dec_hook=_to_tensor)
 

@@ -20,6 +20,7 @@ import functools
 import math
 import os
 import shutil
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -124,7 +125,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(map(dict, self.groups), fused=True)
         self.skipped_steps = 0
         self.checkpoint_group = dist.new_group(backend="gloo", timeout=A_DAY) if dist.is_initialized() else None
-        self.checkpoint_in_writing: Future | None = None
+        self.checkpoint_written = threading.Event()  # the last one, or it failed
+        self.checkpoint_written.set()
 
     def _prepare_blocks(self) -> None:
         """Per block and then for the rest: activation checkpointing, torch.compile, FSDP2; all in place, names stay.
@@ -213,31 +215,30 @@ class Trainer:
 
     def state(self) -> dict:
         """What a checkpoint holds, under names that do not depend on the number of ranks. A collective."""
+        untouched = not self.optimizer.state
         model, optimizer = get_state_dict(self.policy, self.optimizer)
+        for moments in self.optimizer.state.values() if untouched else ():
+            moments["step"].zero_()  # torch fills empty states by a step of length 0, and counts it
         return {"model": model, "optimizer": optimizer, "random": torch.get_rng_state(), "skipped": self.skipped_steps}
 
     def write_checkpoint(self, batch: StepBatch, report: Callable[[str, dict], None]) -> None:
         """Of the moment after this batch's step: the state is copied, then written in the background. A collective."""
-        self.wait_for_checkpoint()
+        self.checkpoint_written.wait()
+        self.checkpoint_written.clear()
         step, alone = batch.step + 1, not dist.is_initialized()
         folder = self.cfg.checkpoint_dir(step)
         options = {"process_group": self.checkpoint_group, "no_dist": alone}
 
         def when_written(written: Future) -> None:
             """Runs in the writer's thread, once all ranks have written theirs. The launcher gives it its name then."""
-            if written.exception() is None:
-                report("checkpoint", {"step": step} | batch.stream)
-                return
-            shutil.rmtree(folder, ignore_errors=True)  # room, if the disk is full
-            why = str(written.exception()).strip().splitlines()[-1:]
-            report("trouble", {"what": f"the checkpoint of step {step} was not written: {''.join(why)}"})
+            if error := written.exception():
+                shutil.rmtree(folder, ignore_errors=True)  # room for the next, if the disk is full
+            self.checkpoint_written.set()
+            why = "".join(str(error).strip().splitlines()[-1:])
+            trouble = {"what": f"the checkpoint of step {step} was not written: {why}"}
+            report(*(("trouble", trouble) if error else ("checkpoint", {"step": step} | batch.stream)))
 
-        self.checkpoint_in_writing = dcp.async_save(self.state(), checkpoint_id=folder, **options)
-        self.checkpoint_in_writing.add_done_callback(when_written)
-
-    def wait_for_checkpoint(self) -> None:
-        if self.checkpoint_in_writing:
-            self.checkpoint_in_writing.exception()  # which is reported
+        dcp.async_save(self.state(), checkpoint_id=folder, **options).add_done_callback(when_written)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Written by any number of ranks. The optimizer's settings stay those of this run's configuration."""
@@ -323,6 +324,6 @@ def main(cfg: Config, channels: Channels, start: Start, rank: int, device_name: 
         trainer.save(cfg.run_dir / "model")
     except (OSError, SafetensorError) as error:
         report("trouble", {"what": f"the model was not saved: {error}"})
-    trainer.wait_for_checkpoint()
+    trainer.checkpoint_written.wait()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -41,7 +41,7 @@ def show_rollout(rollout: dict) -> str:
 
 
 def summary(run_dir: Path) -> str:
-    """The run in a few lines; the first step, which waits for the engine to start, does not count in sums of times."""
+    """The run in a few lines. The trainer's times leave out the first step, which waits for the engine to start."""
     config = json.loads((run_dir / "config.json").read_text())
     steps, evals = read_lines(run_dir / "metrics.jsonl"), read_lines(run_dir / "evals.jsonl")
     text = ""
@@ -51,10 +51,12 @@ def summary(run_dir: Path) -> str:
     if len(steps) > 1:
         total = Counter()
         for step in steps[1:]:
-            total.update({key: step[key] for key in ("samples", "wait_s", "update_stall_s", "actor_idle_s")})
+            total.update({key: step[key] for key in ("samples", "wait_s")})
+        for step in steps:
+            total.update({key: step[key] for key in ("update_stall_s", "actor_idle_s", "actor_running_s")})
         ess = [step["ess"] for step in steps if step["ess"] is not None] or [math.nan]  # None: a skipped step
         training_s = steps[-1]["time_s"] - steps[0]["time_s"]
-        actors_s = training_s * config["actors"]
+        actors_s = total["actor_running_s"] or 1.0
         lag_mean, lag_max = statistics.fmean(s["lag_mean"] for s in steps), max(step["lag_max"] for step in steps)
         stall_s, idle_s = total["update_stall_s"], total["actor_idle_s"]
         text += (

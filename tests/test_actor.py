@@ -6,7 +6,7 @@ from test_queues import make_queue
 
 from actor import Actor
 from config import presets
-from queues import Channels, Prompt, Rollout
+from queues import Channels, Prompt, Report, Rollout
 
 LENGTH = 3  # tokens of every completion
 
@@ -124,6 +124,32 @@ def test_evaluation_goes_first_and_the_weights_stand_still_until_it_is_done():
     assert actor.engine.version == 5
     evals = [group for group in (actor.channels.completions.get() for _ in range(2)) if group.prompt.is_eval]
     assert len(evals) == 2 and all(set(group.rollouts[0].versions.tolist()) == {0} for group in evals)
+
+
+def test_drain_does_not_wait_for_ever_for_an_evaluation_that_is_half_submitted():
+    actor = make_actor(sequences=2, update="drain", evals=6)
+    for group_id in range(-1, -7, -1):
+        put(actor, group_id, 0, samples=1)
+    tick(actor)
+    actor.channels.weights.version = 1
+    for _ in range(50):
+        tick(actor)
+    assert actor.evals_left == 0 and actor.engine.version == 1
+    groups = [actor.channels.completions.get() for _ in range(6)]
+    assert all(set(group.rollouts[0].versions.tolist()) == {0} for group in groups)
+
+
+def test_report_for_which_there_is_no_room_joins_the_next():
+    actor = make_actor()
+    while actor.channels.reports.put(Report("other", {}), timeout_s=0):
+        pass
+    actor.done["generated_tokens"] += 5
+    actor.report()
+    while actor.channels.reports.get(timeout_s=0):
+        pass
+    actor.done["generated_tokens"] += 2
+    actor.report()
+    assert actor.channels.reports.get().values["generated_tokens"] == 7 and not actor.done
 
 
 def test_drain_lets_everything_in_flight_finish_before_the_newest_weights_come_in():

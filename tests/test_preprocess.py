@@ -275,6 +275,20 @@ def test_finite_function_is_begun_again_and_an_empty_one_refused(tmp_path):
         next(rows(f"{file}:bad", 1))
 
 
+def test_row_that_would_not_reach_the_verifier_as_it_is_is_refused(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import decimal\n"
+        "VALUES = [decimal.Decimal(1), {1, 2}, object(), 2**70, '\\ud800', (1, 2)]\n"
+        "def rows(seed):\n    yield {'prompt': 'x', 'answer': 'y', 'more': VALUES[seed]}\n"
+        "def good(seed):\n    yield {'prompt': 'x', 'answer': 'y', 'more': [1, 2.5, None, {'a': True}]}\n"
+    )
+    assert next(rows(f"{file}:good", 0))["more"] == [1, 2.5, None, {"a": True}]
+    for i in range(6):
+        with pytest.raises(ConfigError, match="row 1 of .* would not reach the verifier as it is"):
+            next(rows(f"{file}:rows", i))
+
+
 def test_long_prompts_are_skipped_and_counted(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "abcdef", "answer": ""}\n{"prompt": "ab", "answer": ""}\n')

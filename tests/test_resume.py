@@ -7,8 +7,10 @@ import random
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -55,7 +57,7 @@ def ranks_train(rank: int, ranks: int, cfg, first: int, last: int, weights) -> N
     for step in range(first, last):
         one.step(batch(step, rank, ranks))
     one.write_checkpoint(batch(last - 1, rank, ranks), reporter(reports))
-    one.wait_for_checkpoint()
+    one.checkpoint_written.wait()
     whole = {name: tensor.clone() for name, tensor in one.weights()}
     if rank == 0:
         report = reports.get(timeout_s=60)
@@ -123,6 +125,23 @@ def write_for_ever(cfg) -> None:
         book.take("checkpoint", reports.get(timeout_s=60).values)
 
 
+def test_optimizer_that_has_not_stepped_is_saved_with_no_step():
+    moments = trainer(TINY).state()["optimizer"]["state"].values()
+    assert moments and all(m["step"] == 0 for m in moments)
+
+
+def test_next_checkpoint_waits_until_a_failed_one_is_cleared_away(tmp_path, monkeypatch):
+    """Else there would be no room for it on a disk that is full."""
+    one, reports, cleared = trainer(changed(TINY, runs_dir=tmp_path, name="run")), make_queue(), []
+    written = Future()
+    monkeypatch.setattr(train.dcp, "async_save", lambda *_, **__: written)
+    monkeypatch.setattr(train.shutil, "rmtree", lambda folder, **_: (time.sleep(0.3), cleared.append(folder.name)))
+    one.write_checkpoint(batch(0), reporter(reports))
+    threading.Thread(target=written.set_exception, args=(OSError("No space left"),)).start()
+    assert one.checkpoint_written.wait(5) and cleared == ["step-1.unfinished"]
+    assert "step 1 was not written: No space left" in reports.get(timeout_s=5).values["what"]
+
+
 def test_kill_at_any_moment_of_writing_leaves_a_checkpoint_that_loads(tmp_path):
     cfg = changed(TINY, runs_dir=tmp_path, name="run", steps=100_000)
     rng, half_written = random.Random(0), 0
@@ -168,7 +187,6 @@ def test_groups_that_had_started_and_not_been_trained_start_again_and_no_other_d
         "next_group": 8,
         "unfinished": [3, 4, 5, 6, 7],
         "dropped": {"zero_variance": 1, "prompt_too_long": 0},
-        "next_eval": 0,
     }
     again = preprocessor(cfg, start=Start(step=1, **sent.stream))
     again.channels.weights.version = 1
@@ -190,18 +208,14 @@ def test_groups_that_had_started_and_not_been_trained_start_again_and_no_other_d
     assert partly.channels.batches[0].get().stream == sent.stream | {"unfinished": [5, 6, 7]}
 
 
-def test_evaluation_that_was_running_is_made_again(tmp_path):
+def test_evaluation_that_was_due_at_the_start_is_made_first():
     cfg = changed(TINY, batch_size=8, group_size=4, steps=100, eval=dict(every=10, prompts=3))
-    one = preprocessor(cfg)
-    one.issue_eval()
-    assert len(one.channels.eval_prompts) == 3 and one.stream_position()["next_eval"] == 0
-    for _ in range(3):
-        prompt = one.channels.eval_prompts.get()
-        one.take_eval(scored(prompt, [1.0], 0))
-    assert one.stream_position()["next_eval"] == 10
-    again = preprocessor(cfg, start=Start(step=7, next_eval=0))
-    again.issue_eval()
-    assert len(again.channels.eval_prompts) == 3
+    for next_eval, issued in ((0, 3), (10, 0)):
+        one = preprocessor(cfg, start=Start(step=7, next_eval=next_eval))
+        one.channels.weights.version = 7
+        one.issue_eval()
+        one.channels.weights.version = 0
+        assert len(one.channels.eval_prompts) == issued
 
 
 # ---------------------------------------------------------------- the launcher's part
@@ -219,6 +233,28 @@ def test_summary_survives_steps_that_were_skipped(tmp_path):
         book.take("step", step_report(step, ess=ess, grad_norm=None if ess is None else 1.0))
     (tmp_path / "run" / "config.json").write_text(launch.as_json(book.cfg))
     assert "ESS               mean 0.750, min 0.500" in summary(tmp_path / "run")
+
+
+def test_what_actors_did_is_summed_once_over_actors_and_steps(tmp_path):
+    book = record(changed(TINY, runs_dir=tmp_path, name="run", steps=3, actors=2, eval=dict(every=0)))
+    (tmp_path / "run" / "config.json").write_text(launch.as_json(book.cfg))
+
+    def actor(index: int, **done):
+        book.take("actor", {"actor": index, "in_flight": 10 + index, "running_s": 2.0} | done)
+
+    actor(0, generated_tokens=100, idle_s=1.0)
+    actor(1, generated_tokens=300)
+    book.take("step", step_report(1))
+    actor(1, generated_tokens=50, update_stall_s=0.5)
+    book.take("step", step_report(2))
+    book.take("step", step_report(3))  # nobody has reported since
+    # 400 tokens in 4 s of two actors: 200 a second together; then 50 in 2 s of one of two; then the rate stays
+    assert [step["generated_tokens_per_s"] for step in book.steps] == [200.0, 50.0, 50.0]
+    assert [step["in_flight"] for step in book.steps] == [21, 21, 21]
+    assert [step["actor_idle_s"] for step in book.steps] == [1.0, 0, 0]
+    # 1 s idle and 0.5 s of stall in 6 s
+    text = summary(tmp_path / "run")
+    assert "idle              actors 16.7%" in text and "update stall      8.33%" in text
 
 
 def test_oldest_checkpoints_go_and_a_failed_one_leaves_nothing(tmp_path):
@@ -338,7 +374,7 @@ def interrupted(tmp_path):
     (cfg.run_dir / "config.json").write_text(launch.as_json(cfg))
     folder = cfg.run_dir / "checkpoints" / "step-3.unfinished"
     folder.mkdir(parents=True)
-    book.take("checkpoint", {"step": 3, "next_group": 9, "unfinished": [], "dropped": {}, "next_eval": 50})
+    book.take("checkpoint", {"step": 3, "next_group": 9, "unfinished": [], "dropped": {}})
     return cfg
 
 
@@ -382,8 +418,22 @@ def test_half_written_checkpoint_is_ignored_and_said(interrupted, capsys):
 def test_lines_after_the_checkpoint_and_half_a_line_are_cut(interrupted):
     path = interrupted.run_dir / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 4)) + '{"step": 5, "los')
-    evals = interrupted.run_dir / "evals.jsonl"
-    evals.write_text("".join(json.dumps({"eval_version": version}) + "\n" for version in (0, 50)))
     launch.resume(interrupted)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
-    assert [line["eval_version"] for line in read_lines(evals)] == [0], "that of version 50 is due, and made again"
+
+
+@pytest.mark.parametrize(
+    "every, versions, kept, due",
+    [
+        (2, [0, 2, 4], [0, 2], 4),  # 4 is of what the run did after its checkpoint of step 3
+        (2, [0], [0], 2),  # that of version 2 was running
+        (2, [0, 3], [0, 3], 4),  # that of version 2 came late
+        (2, [], [], 0),
+        (0, [0, 2], [0, 2], 3),  # without evaluation: what there is stays
+    ],
+)
+def test_evaluations_go_on_where_the_checkpoint_is(interrupted, every, versions, kept, due):
+    path = interrupted.run_dir / "evals.jsonl"
+    path.write_text("".join(json.dumps({"eval_version": version}) + "\n" for version in versions))
+    start = launch.resume(changed(interrupted, eval=dict(every=every)))
+    assert [line["eval_version"] for line in read_lines(path)] == kept and start.next_eval == due

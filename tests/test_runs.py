@@ -99,7 +99,8 @@ def test_metrics_have_a_line_for_every_step_with_every_key(finished):
     keys = "step version time_s samples tokens reward reward_std loss grad_norm lr ess ratio_max clamp_fraction "
     keys += "kl_behaviour entropy lag_mean lag_max lag_min completion_tokens_mean truncated_fraction queue_rollouts "
     keys += "dropped_zero_variance dropped_prompt_too_long queue_batches wait_s generated_tokens_per_s "
-    keys += "trained_tokens_per_s update_stall_s in_flight actor_idle_s train_s publish_s no_variance_groups"
+    keys += "trained_tokens_per_s update_stall_s in_flight actor_idle_s actor_running_s train_s publish_s "
+    keys += "no_variance_groups group_ids"
     keys = keys.split()
     for line in lines:
         assert set(keys) <= set(line), set(keys) - set(line)
