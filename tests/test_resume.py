@@ -317,13 +317,26 @@ def test_killed_launcher_and_resume_train_every_group_once(tmp_path):
     assert len(second.lines("metrics.jsonl")) == 4
 
 
-def test_checkpoints_that_cannot_be_written_do_not_end_the_run_but_its_exit_code_tells(tmp_path):
+@pytest.mark.parametrize("obstacle", ["a file in its place", "read-only"])
+def test_checkpoints_that_cannot_be_written_do_not_end_the_run_but_its_exit_code_tells(tmp_path, obstacle):
     run = Run(tmp_path, *SHORT, "--eval.every", "0")
+    folder = run.folder / "checkpoints"
     while not (run.folder / "logs").exists():
         assert run.process.poll() is None, run.text()
         time.sleep(0.02)
-    (run.folder / "checkpoints").write_text("a file where the folder should be\n")
-    assert run.wait(START_S) == 1, run.text()
+    if obstacle == "read-only":
+        folder.mkdir()
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(folder)], capture_output=True)
+        if mounted.returncode:
+            run.process.kill()
+            pytest.skip("needs the right to mount a file system")
+    else:
+        folder.write_text("where the folder should be\n")
+    try:
+        assert run.wait(START_S) == 1, run.text()
+    finally:
+        if obstacle == "read-only":
+            subprocess.run(["umount", str(folder)], check=True)
     text = run.text()
     assert text.count("trouble: the checkpoint of step") == 4 and "after 4 of 4 optimizer steps" in text, text
     assert "complete, 4 troubles" in text and (run.folder / "model" / "model.safetensors").exists()
