@@ -148,12 +148,11 @@ def load_function(spec: str) -> Callable:
         raise ConfigError(f"{spec!r}: want `file.py:function`")
     if not Path(path).is_file():
         raise ConfigError(f"{path}: no such file (named by {spec!r})")
-    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = sys.modules[module_spec.name] = importlib.util.module_from_spec(
-        module_spec
-    )  # known: it may pickle its own
+    # Under a name that is none of ours, and known: a verifier may pickle what it defines.
+    spec_of_file = importlib.util.spec_from_file_location(f"file_{Path(path).stem}", path)
+    module = sys.modules[spec_of_file.name] = importlib.util.module_from_spec(spec_of_file)
     try:
-        module_spec.loader.exec_module(module)
+        spec_of_file.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"{path} cannot be imported: {error!r} (named by {spec!r})") from error
     if not callable(function := getattr(module, name, None)):

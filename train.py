@@ -225,18 +225,18 @@ class Trainer:
         """Of the moment after this batch's step: the state is copied, then written in the background. A collective."""
         self.checkpoint_written.wait()
         self.checkpoint_written.clear()
-        step, alone = batch.step + 1, not dist.is_initialized()
-        folder = self.cfg.checkpoint_dir(step)
-        options = {"process_group": self.checkpoint_group, "no_dist": alone}
+        step, folder = batch.step + 1, self.cfg.checkpoint_dir(batch.step + 1)
+        options = {"process_group": self.checkpoint_group, "no_dist": not dist.is_initialized()}
 
         def when_written(written: Future) -> None:
             """Runs in the writer's thread, once all ranks have written theirs. The launcher gives it its name then."""
+            kind, values = "checkpoint", {"step": step} | batch.stream
             if error := written.exception():
                 shutil.rmtree(folder, ignore_errors=True)  # room for the next, if the disk is full
+                why = "".join(str(error).strip().splitlines()[-1:])
+                kind, values = "trouble", {"what": f"the checkpoint of step {step} was not written: {why}"}
             self.checkpoint_written.set()
-            why = "".join(str(error).strip().splitlines()[-1:])
-            trouble = {"what": f"the checkpoint of step {step} was not written: {why}"}
-            report(*(("trouble", trouble) if error else ("checkpoint", {"step": step} | batch.stream)))
+            report(kind, values)
 
         dcp.async_save(self.state(), checkpoint_id=folder, **options).add_done_callback(when_written)
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 import launch
-from config import check, presets
+from config import check, load_function, presets
 
 MODEL = ROOT / "examples" / "tiny" / "model"
 
@@ -222,3 +222,14 @@ def test_gpus_go_to_trainers_first():
     ]
     assert plan["actor-1"].device == "cuda:0" and plan["reward-0"].device == "cpu"
     assert places(range(8), gpus=["0"], trainers=1, actors=2)["train-0"].device == "cpu", "auto: not enough GPUs"
+
+
+def test_file_of_the_user_may_have_the_name_of_one_of_ours_and_pickle_what_it_defines(tmp_path):
+    """A verifier with a process pool of its own sends its functions by name."""
+    import pickle
+
+    (tmp_path / "train.py").write_text("def reward(text, row):\n    return 0.5\n")
+    before = sys.modules.get("train")
+    reward = load_function(f"{tmp_path}/train.py:reward")
+    assert pickle.loads(pickle.dumps(reward))("", {}) == 0.5
+    assert sys.modules.get("train") is before
