@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -255,6 +256,19 @@ def test_what_actors_did_is_summed_once_over_actors_and_steps(tmp_path):
     # 1 s idle and 0.5 s of stall in 6 s
     text = summary(tmp_path / "run")
     assert "idle              actors 16.7%" in text and "update stall      8.33%" in text
+
+
+def test_line_that_only_half_fits_the_disk_leaves_no_half_line(tmp_path):
+    book = record(changed(TINY, runs_dir=tmp_path, name="run"))
+    before = json.dumps({"text": "x" * 100_000}) + "\n"
+    (book.folder / "rollouts.jsonl").write_text(before)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))  # a write stops in the middle, as there
+    try:
+        book.append("rollouts.jsonl", {"step": 1, "text": "y" * 100})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert book.troubles == 1 and (book.folder / "rollouts.jsonl").read_text() == before
 
 
 def test_oldest_checkpoints_go_and_a_failed_one_leaves_nothing(tmp_path):
