@@ -13,6 +13,8 @@ computed in a process of their own (reward.py), weights travel beside decoding s
 prompt names the oldest weights that may sample it, which is how `max_lag` is kept.
 """
 
+import contextlib
+import functools
 import json
 import os
 import time
@@ -21,66 +23,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import Config, Start
-from queues import Channels, Prompt, Report, Rollout, RolloutGroup, SharedMemoryWeights
-
-
-class CopyRecorder(TorchDispatchMode):
-    """Notes every `target.copy_(source)` made inside it."""
-
-    def __init__(self):
-        super().__init__()
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default:
-            self.copies.append(args[:2])
-        return func(*args, **(kwargs or {}))
-
-
-class WeightReceiver:
-    """What vLLM's worker learns for us (its `worker_extension_cls`): to stage new weights and to swap them in.
-
-    vLLM's loader knows where each weight goes (fused qkv, tied head), but takes ten times as long as the copies it
-    makes. It is run once, on version 0, and its copies are noted: they go from views of the staging tensors to views of
-    the live parameters, so to repeat them is to load what has been staged since.
-    """
-
-    def join_weight_channel(self, weights: SharedMemoryWeights) -> None:
-        """Raises RuntimeError unless the noted copies write every parameter, from whole staged weights."""
-        self.weights, model, dtype = weights, self.model_runner.model, getattr(torch, weights.dtype)
-        self.staging = {n: torch.empty(shape, dtype=dtype, device=self.device) for n, shape in weights.layout.items()}
-        for path in Path(self.vllm_config.model_config.model).glob("*.safetensors"):
-            for name in self.staging.keys() & (tensors := load_file(path)).keys():
-                self.staging[name].copy_(tensors[name])
-        with CopyRecorder() as recorder:
-            loaded = model.load_weights(self.staging.items())
-        self.copies = recorder.copies
-        old = {name for name, _ in model.named_parameters()} - set(loaded or ())
-        used = Counter()  # elements copied out of each staged tensor's memory
-        for _, source in self.copies:
-            used[source.untyped_storage().data_ptr()] += source.numel()
-        sizes = {tensor.untyped_storage().data_ptr(): tensor.numel() for tensor in self.staging.values()}
-        if old or any(sizes.get(memory) != count for memory, count in used.items()):
-            raise RuntimeError(f"weight updates would leave {len(old)} parameters old, or in part: {sorted(old)[:5]}")
-
-    def stage_weights(self) -> int:
-        """Copy the newest version beside the model; runs in a thread while the engine decodes. Returns the version."""
-        version = self.weights.pull(self.staging)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return version
-
-    @torch.no_grad()
-    def swap_weights(self) -> None:
-        """Staged weights -> the live parameters, in place."""
-        for parameter, staged in self.copies:
-            parameter.copy_(staged)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # for the stall's measure, and before anything is staged again
+from queues import Channels, Prompt, Report, Rollout, RolloutGroup, Stopped
+from weights import SharedMemoryWeights, WeightReceiver
 
 
 def end_of_sequence_ids(model: Path) -> list[int]:
@@ -123,23 +69,24 @@ class Engine:
             )
         )
         self.engine.set_weight_version("0")
-        self.sampling = vllm.SamplingParams(
-            temperature=cfg.actor.temperature,
+        self.sampling = functools.partial(
+            vllm.SamplingParams,
             max_tokens=cfg.actor.max_completion_tokens,
             stop_token_ids=end_of_sequence_ids(cfg.model),
+            stop=list(cfg.actor.stop),
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
-            detokenize=False,  # text is for the verifier, which makes its own
+            detokenize=bool(cfg.actor.stop),  # text is for the verifier, which makes its own
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage-weights")
         self._staged: Future | None = None
 
-    def submit(self, prompt_ids: list[int]) -> str:
+    def submit(self, prompt_ids: list[int], temperature: float) -> str:
         """Start a sequence; returns its request id. Its prefix-cache blocks are shared within one version only."""
         self.requests += 1
         prompt = {"prompt_token_ids": prompt_ids, "cache_salt": str(self.version)}
-        self.engine.add_request(str(self.requests), prompt, self.sampling)
+        self.engine.add_request(str(self.requests), prompt, self.sampling(temperature=temperature))
         return str(self.requests)
 
     def step(self) -> dict[str, Rollout]:
@@ -178,6 +125,15 @@ class Engine:
             self.engine.reset_prefix_cache(reset_running_requests=True)
         return time.monotonic() - start
 
+    def save_weights(self, folder: Path) -> Future:
+        """Write the weights that are loaded now, beside decoding. What was staged is staged again after it."""
+        self._staged = None
+        return self._copier.submit(self.engine.collective_rpc, "save_weights", args=(folder,))
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._copier.shutdown()
+
 
 class Actor:
     """Keeps H sequences in flight and puts finished ones together to groups."""
@@ -211,14 +167,15 @@ class Actor:
             if prompt.version > self.engine.version:  # its weights are published, but not beside the model yet
                 return
             if prompt.is_eval and not self.evals_left:
-                self.evals_left = self.cfg.eval.prompts
-            self.in_flight[self.engine.submit(prompt.prompt_ids.tolist())] = self.waiting.popleft()
+                self.evals_left = prompt.eval_samples
+            request = self.engine.submit(prompt.prompt_ids.tolist(), prompt.temperature)
+            self.in_flight[request] = self.waiting.popleft()
 
     def _take_prompt(self) -> bool:
         """Make `waiting` hold the next sample; False if there is none or finished groups pile up behind us."""
         prompt = self.channels.eval_prompts.get(timeout_s=0) if self.index == 0 else None
         if prompt is not None:
-            self.waiting.appendleft(prompt)
+            self.waiting.extendleft([prompt] * prompt.samples)
         elif not self.waiting and len(self.outbox) < 4:
             prompt = self.channels.prompts.get(timeout_s=0)
             if prompt is not None:
@@ -231,12 +188,26 @@ class Actor:
             prompt = self.in_flight.pop(request_id)
             self.done["generated_tokens"] += len(rollout.completion_ids)
             self.evals_left -= prompt.is_eval
+            if prompt.is_eval and not self.evals_left and self.cfg.eval.keep_best:
+                self.keep_evaluated()
             rollouts = self.groups.setdefault(prompt.group_id, [])
             rollouts.append(rollout)
             if len(rollouts) == prompt.samples:
                 self.outbox.append(RolloutGroup(prompt, self.groups.pop(prompt.group_id)))
         while self.outbox and self.channels.completions.put(self.outbox[0], timeout_s=0):
             self.outbox.popleft()
+
+    def keep_evaluated(self) -> None:
+        """Write the weights that were just evaluated; whether they are the best the launcher will know."""
+        version = self.engine.version
+
+        def when_written(written: Future) -> None:  # runs in the writer's thread
+            error = written.exception()
+            values = {"what": f"the weights of version {version} were not kept: {error}"} if error else {}
+            with contextlib.suppress(Stopped):  # no room, and all are to stop
+                self.channels.reports.put(Report("trouble" if error else "evaluated", {"version": version} | values))
+
+        self.engine.save_weights(self.cfg.evaluated_dir(version)).add_done_callback(when_written)
 
     def report(self) -> None:
         """What was done since the last report; if there is no room for it, it joins the next."""
@@ -260,3 +231,4 @@ def main(cfg: Config, channels: Channels, start: Start, index: int, device: str)
         actor.step()  # with nothing to decode, too: groups may wait to be sent
         if idle:
             actor.done["idle_s"] += time.monotonic() - begin
+    engine.close()

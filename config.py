@@ -1,22 +1,19 @@
-"""The configuration of a run: one dataclass tree, and the checks made before anything heavy starts.
+"""The configuration of a run: one dataclass tree. What is checked before anything heavy starts is in checks.py.
 
 A preset is a file: examples/<name>/preset.py, beside its task and its model.
 """
 
-import contextlib
 import importlib.util
-import itertools
 import json
-import math
-import operator
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-import msgspec
-from safetensors import SafetensorError, safe_open
+import tyro
+from safetensors import safe_open
 
 
 class ConfigError(Exception):
@@ -24,11 +21,31 @@ class ConfigError(Exception):
 
 
 @dataclass(frozen=True)
+class PromptConfig:
+    """From a dataset row to what the engine sees."""
+
+    template: Literal["auto", "chat", "plain"] = "auto"  # auto: the tokenizer's chat template if it has one.
+    system: str = ""  # System message, before messages that have none (chat only).
+    few_shot: str = ""  # Text before every prompt: solved examples (plain only).
+    wrap: str = "{prompt}"  # What is made of a row's prompt, say "{prompt}\nThink step by step."
+    prompt_key: str = "prompt"  # The row's field with the prompt; a row may have `messages` instead.
+    answer_key: str = "answer"  # The row's field with the answer.
+    malformed: Literal["stop", "skip"] = "stop"  # Rows that cannot be used: an error, or skipped and counted.
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     """Verification, in processes of its own so that decoding never waits for it."""
 
-    function: str = "exact"  # `exact` (equals the answer) or `file.py:function`: (completion text, row) -> float.
-    workers: int = 1  # Processes that compute rewards.
+    # exact, number, choice, math, gym, or `python:file.py:function`: (completion text, row) -> a number, or
+    # {"reward": number, further names: numbers}, which become metrics.
+    function: str = "exact"
+    workers: int = 1  # Processes that verify.
+    timeout_s: float = 10.0  # Hard limit of a call, in seconds: a longer one is killed and counted as failed.
+    memory_gib: float = 4.0  # Memory a worker may take on top of what it has at its start.
+    # A function that raises or returns no number: ends the run, or the call is counted as failed.
+    errors: Annotated[Literal["stop", "count"], tyro.conf.arg(aliases=("--reward-errors",))] = "stop"
+    soft_limit_tokens: int = 0  # Over the last so many tokens before the limit, 0 to 1 is taken from the reward.
 
 
 @dataclass(frozen=True)
@@ -37,13 +54,15 @@ class ActorConfig:
 
     sequences: int = 256  # H: sequences each actor keeps in flight.
     temperature: float = 1.0  # Sampling temperature; the trainer divides its logits by the same number.
+    stop: tuple[str, ...] = ()  # Texts that end a completion, as an end-of-sequence token does.
     top_p: float = 1.0  # Must be 1: the trainer cannot mirror a truncated distribution.
     top_k: int = 0  # Must be 0 (off): the trainer cannot mirror a truncated distribution.
     max_prompt_tokens: int = 512  # Longer prompts are skipped and counted.
     max_completion_tokens: int = 1024  # Longer completions are cut (finish reason "length").
     update: Literal["inflight", "drain"] = "inflight"  # New weights come in between decode steps, or sequences.
     kv: Literal["keep", "recompute"] = "keep"  # What becomes of running sequences' KV cache at an update.
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # Of the engine and of the weights on their way to it.
+    # Of the engine and of the weights on their way to it; auto: bfloat16 on a GPU, float32 on a CPU.
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kv_cache_gib: int = 4  # KV cache of an actor without a GPU.
     gpu_memory_utilization: float = 0.8  # Share of the GPU's memory for vLLM; a second copy of the weights is on top.
     prefix_caching: bool = True  # Share the prompt's KV cache within a group (never between versions).
@@ -57,6 +76,7 @@ class PreprocessConfig:
     baseline: Literal["leave_one_out", "mean"] = "leave_one_out"  # Mean reward of the group's others, or of all.
     divide_by_std: bool = False  # Divide advantages by the group's standard deviation of rewards (as GRPO does).
     zero_variance: Literal["keep", "drop"] = "keep"  # Groups of equal rewards: advantage 0, or dropped and counted.
+    truncated: Literal["train", "mask"] = "train"  # Samples cut at the limit: mask keeps them out of the loss.
     max_tokens_per_microbatch: int = 4096  # To which sequences are packed (a longer one has a micro-batch to itself).
     ready_batches: int = 4  # No new group starts while so many batches wait for the trainer or are in training.
 
@@ -80,11 +100,15 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Held-out success, sampled at the training temperature by actor 0 between training sequences."""
+    """Held-out success on one fixed version, sampled by actor 0 between training sequences."""
 
-    data: str = ""  # Held-out rows, as `data`.
+    data: tuple[str, ...] = ()  # Held-out rows, as `data`. Their prompts are never trained on.
     every: int = 50  # Optimizer steps between evaluations (one at the start and one at the end as well); 0: none.
-    prompts: int = 256  # Held-out prompts, one sample each, always the same ones.
+    prompts: int = 256  # At most so many held-out prompts, always the same ones.
+    greedy: bool = True  # One greedy sample a prompt: pass@1.
+    samples: int = 1  # k: samples a prompt at `temperature`, whose mean is the success rate.
+    temperature: float = 1.0  # Of the k samples.
+    keep_best: bool = True  # Keep the weights that scored best, in best/ of the run folder.
 
 
 @dataclass(frozen=True)
@@ -99,17 +123,21 @@ class Config:
     keep_checkpoints: int = 2  # The newest ones are kept.
     seed: int = 0  # Seeds prompts, sampling and everything else.
     model: Path = Path("model")  # Folder of the initial model, Hugging Face format with safetensors and tokenizer.
-    # Training rows: `rows.jsonl`, a line {"prompt": …, "answer": …} each, or `file.py:function`, seed -> such rows.
-    # Begun again, reshuffled or with another seed, when they are used up.
-    data: str = ""
+    # Training rows: `rows.jsonl` or `rows.parquet`, `hf:org/name[/subset][:split]`, `gym:task[:{"option": value}]`, or
+    # `file.py:function`, seed -> rows. Several are mixed, by weight: `one.jsonl@3 gym:leg_counting@1`. Begun again,
+    # reshuffled or with another seed, when they are used up.
+    data: tuple[str, ...] = ()
     actors: int = 1  # Generation processes.
     trainers: int = 1  # Training processes; they share each batch and the sharded model (FSDP2).
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs if there is one for every actor and trainer.
+    trainers_on_all_cores: bool = False  # Without GPUs: on the actors' cores as well, for actors that idle long.
     steps: int = 100  # Optimizer steps.
     batch_size: int = 128  # Samples an optimizer step trains on.
     group_size: int = 8  # Samples of each prompt.
     max_lag: int | None = None  # Hard bound, in optimizer steps, on the lag of any trained token; None: no bound.
     show_every: int = 25  # Optimizer steps between decoded rollouts on the screen; 0: none.
+    log: str = "auto"  # Of tensorboard,wandb,trackio, beside metrics.jsonl. auto: tensorboard if installed; or none.
+    prompt: PromptConfig = field(default_factory=PromptConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
@@ -128,6 +156,10 @@ class Config:
         """Where a checkpoint is written; complete, it loses the ending."""
         return self.run_dir / "checkpoints" / f"step-{step}.unfinished"
 
+    def evaluated_dir(self, version: int) -> Path:
+        """Where weights are written that are being evaluated; if none are better, it becomes best/."""
+        return self.run_dir / f"evaluated-{version}.unfinished"
+
 
 @dataclass(frozen=True)
 class Start:
@@ -142,8 +174,8 @@ class Start:
 
 
 def load_function(spec: str) -> Callable:
-    """`path/file.py:name` -> the function. Raises ConfigError if there is none."""
-    path, _, name = spec.rpartition(":")
+    """`path/file.py:name`, with or without `python:` before it -> the function. Raises ConfigError if there is none."""
+    path, _, name = spec.removeprefix("python:").rpartition(":")
     if not path.endswith(".py"):
         raise ConfigError(f"{spec!r}: want `file.py:function`")
     if not Path(path).is_file():
@@ -153,7 +185,7 @@ def load_function(spec: str) -> Callable:
     module = sys.modules[spec_of_file.name] = importlib.util.module_from_spec(spec_of_file)
     try:
         spec_of_file.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{path} cannot be imported: {error!r} (named by {spec!r})") from error
     if not callable(function := getattr(module, name, None)):
         raise ConfigError(f"{path} has no function {name!r} (named by {spec!r})")
@@ -166,34 +198,19 @@ def presets() -> dict[str, Callable[[], Config]]:
     return {path.parent.name: load_function(f"{path}:preset") for path in sorted(folder.glob("*/preset.py"))}
 
 
-def read_jsonl(path: Path) -> list[dict]:
-    """Rows with a `prompt` and an `answer`, both strings. Raises ConfigError that names the file and the line."""
-    if not path.is_file():
-        raise ConfigError(f"dataset {path}: no such file")
-    rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        where = f"dataset {path}, line {number}"
-        try:
-            if line.strip():
-                rows.append(checked_row(json.loads(line), where))
-        except ValueError as error:
-            raise ConfigError(f"{where}: not JSON ({error})") from None
-    if not rows:
-        raise ConfigError(f'dataset {path} is empty: want a line {{"prompt": …, "answer": …}} a row')
-    return rows
+def model_folder(model: Path) -> Path:
+    """A folder as it is; `org/name`, if there is no such folder, from the hub or its cache on this disk."""
+    if model.is_dir() or model.is_absolute() or len(model.parts) != 2:
+        return model.resolve()
+    from huggingface_hub import snapshot_download
 
-
-def checked_row(row: object, where: str) -> dict:
-    """Raises ConfigError unless `row` is a dict of plain values with strings `prompt`, not empty, and `answer`."""
-    if not isinstance(row, dict):
-        raise ConfigError(f'{where}: want an object with "prompt" and "answer", got {row!r}')
-    for key in ("prompt", "answer"):
-        if not isinstance(row.get(key), str) or (key == "prompt" and not row[key]):
-            raise ConfigError(f'{where}: "{key}" is missing or not a string: {row!r}')
-    with contextlib.suppress(TypeError, OverflowError, UnicodeError):
-        if msgspec.msgpack.decode(msgspec.msgpack.encode(row)) == row:
-            return row
-    raise ConfigError(f"{where}: {row!r} would not reach the verifier as it is: want text, numbers, lists and dicts")
+    try:
+        return Path(
+            snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"])
+        )
+    except Exception as error:  # of the network, of the hub, of the disk: all mean the same here
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model {model}: no such folder, and the hub does not give it ({reason})") from None
 
 
 def model_layout(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -205,74 +222,22 @@ def model_layout(folder: Path) -> dict[str, tuple[int, ...]]:
     return layout
 
 
-def check(cfg: Config) -> None:
-    """Raises ConfigError for everything that can be known to be wrong before anything heavy starts."""
-    for problem in itertools.chain(_wrong_values(cfg), _wrong_model(cfg), _wrong_sources(cfg)):
-        raise ConfigError(problem)
+def copy_model_files(model: Path, folder: Path) -> None:
+    """What belongs to a model beside its weights (tokenizer, templates, config), unless `folder` has its own."""
+    for path in model.iterdir():
+        if path.is_file() and "safetensors" not in path.name and not (folder / path.name).exists():
+            shutil.copy(path, folder)
 
 
-def _wrong_values(cfg: Config) -> Iterator[str]:
-    counts = "actors trainers steps batch_size group_size reward.workers actor.sequences actor.max_prompt_tokens "
-    counts += "actor.max_completion_tokens preprocess.max_tokens_per_microbatch preprocess.ready_batches eval.prompts "
-    counts += "actor.kv_cache_gib keep_checkpoints"
-    positive = "actor.gpu_memory_utilization train.lr train.clamp train.max_grad_norm"
-    others = "seed max_lag eval.every show_every train.warmup_steps train.kl_coef train.weight_decay checkpoint_every"
-    for names, want, right in (
-        (counts, "at least 1", lambda value: value >= 1),
-        ("actor.temperature", "at least 0.01, vLLM's least", lambda value: value >= 0.01),
-        (positive, "more than 0", lambda value: value > 0),
-        (others, "0 or more", lambda value: value >= 0),
-    ):
-        for name in names.split():
-            value = operator.attrgetter(name)(cfg)
-            if value is not None and not right(value):
-                yield f"{name} is {value}: want {want}"
-    if cfg.actor.gpu_memory_utilization > 1:
-        yield f"actor.gpu_memory_utilization is {cfg.actor.gpu_memory_utilization}: want a share, at most 1"
-    if not all(0 <= beta < 1 for beta in cfg.train.adam_betas):
-        yield f"train.adam_betas is {cfg.train.adam_betas}: want two numbers from 0 to below 1"
-    if cfg.batch_size % cfg.group_size:
-        whole = cfg.batch_size // cfg.group_size * cfg.group_size or cfg.group_size
-        yield f"batch_size {cfg.batch_size} is not a multiple of group_size {cfg.group_size}: take {whole}"
-    if cfg.group_size == 1:
-        yield f"group_size 1 leaves nothing for a {cfg.preprocess.baseline} baseline: take group_size 2 or more"
-    if cfg.actor.top_p != 1.0 or cfg.actor.top_k != 0:
-        given = f"top_p {cfg.actor.top_p}, top_k {cfg.actor.top_k}"
-        yield f"{given}: the trainer cannot mirror a truncated distribution; take 1 and 0, and sharpen with temperature"
+def uses_chat_template(cfg: Config) -> bool:
+    """Whether prompts go through the tokenizer's chat template."""
+    if cfg.prompt.template != "auto":
+        return cfg.prompt.template == "chat"
+    return has_chat_template(cfg.model)
 
 
-def _wrong_model(cfg: Config) -> Iterator[str]:
-    files = {path.name for path in cfg.model.iterdir()} if cfg.model.is_dir() else set()
-    if not cfg.model.is_dir():
-        yield f"model folder {cfg.model}: no such folder"
-    if "config.json" not in files:
-        yield f"model folder {cfg.model} has no config.json: want a model in Hugging Face format"
-    if not any(name.endswith(".safetensors") for name in files):
-        yield f"model folder {cfg.model} has no *.safetensors: save it with save_pretrained()"
-    if not files & {"tokenizer.json", "tokenizer.model", "vocab.json"}:
-        yield f"model folder {cfg.model} has no tokenizer: save it there with tokenizer.save_pretrained()"
-    try:
-        context = json.loads((cfg.model / "config.json").read_text()).get("max_position_embeddings") or math.inf
-        model_layout(cfg.model)
-    except (ValueError, SafetensorError) as error:
-        yield f"model folder {cfg.model}: a file is damaged or not fetched whole ({error!r})"
-    prompt, completion = cfg.actor.max_prompt_tokens, cfg.actor.max_completion_tokens
-    if prompt + completion > context:
-        budget = f"max_prompt_tokens {prompt} + max_completion_tokens {completion} = {prompt + completion}"
-        yield f"{budget} is over the model's context of {context} tokens: lower one of them"
-
-
-def _wrong_sources(cfg: Config) -> Iterator[str]:
-    """Datasets and the verifier."""
-    if not cfg.data:
-        yield "data is empty: name a .jsonl file or `file.py:function`"
-    if cfg.eval.every and not cfg.eval.data:
-        yield "eval.data is empty: name held-out rows, or turn evaluation off with --eval.every 0"
-    for source in (cfg.data, cfg.eval.data) if cfg.eval.every else (cfg.data,):
-        rows = read_jsonl(Path(source)) if source.endswith(".jsonl") else load_function(source)(cfg.seed)
-        first = next(iter(rows), None)
-        if first is None:
-            yield f"{source} yields no rows"
-        checked_row(first, f"first row of {source}")
-    if cfg.reward.function != "exact":
-        load_function(cfg.reward.function)
+def has_chat_template(model: Path) -> bool:
+    """Seen in the files: the tokenizer need not be loaded for it."""
+    config = model / "tokenizer_config.json"
+    in_config = config.is_file() and "chat_template" in json.loads(config.read_text())
+    return in_config or any((model / f"chat_template.{ending}").is_file() for ending in ("jinja", "json"))

@@ -1,7 +1,7 @@
 """Launch: `python launch.py tiny` starts every role on this machine, watches over them and shows what they do.
 
 consumes  reports: "step" lines of the trainer, what the actors did since their last, evaluations, one rollout a step
-emits     runs/<name>/: config.json, metrics.jsonl, evals.jsonl, rollouts.jsonl, checkpoints/, logs/, model/, reward.png
+emits     runs/<name>/: config.json, reward.png; model/ (train.py); logs/ (every role); all else by record.py
 
     check the configuration, plan cores and GPUs, start the roles
     while trainers and preprocessor run: show reports; if any role dies, end everything
@@ -10,7 +10,6 @@ emits     runs/<name>/: config.json, metrics.jsonl, evals.jsonl, rollouts.jsonl,
 Exit code 0 when the run is complete, 2 for bad input, 1 when a role failed, 130 or 143 when interrupted (Ctrl-C, TERM).
 """
 
-import contextlib
 import ctypes
 import dataclasses
 import importlib
@@ -22,17 +21,17 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter
 from pathlib import Path
 
-from bench.report import TITLES, draw, read_lines, show_rollout, show_step, summary
-from config import Config, ConfigError, Start, check, presets
+from bench.report import draw, read_lines, summary
+from checks import check
+from config import Config, ConfigError, Start, model_folder, presets
+from record import Record, checkpoints, resolved
 
-START = time.monotonic()
 SHUTDOWN_S = 6.0  # for roles to end by themselves when one has died, the model to be saved; then they are killed
 # glibc gives large blocks back to the kernel at once, to get them again page by page: a fifth of a CPU trainer's time.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-SAVE_S = 600.0  # the same after Ctrl-C; a second Ctrl-C ends it
+SAVE_S = 600.0  # the same when all is well, or after Ctrl-C; a second Ctrl-C ends it
 
 
 def parse(argv: list[str]) -> Config:
@@ -40,13 +39,23 @@ def parse(argv: list[str]) -> Config:
     import tyro
 
     known = presets()
+    only_eval, argv = argv[:1] == ["eval"], argv[1:] if argv[:1] == ["eval"] else argv
+    if only_eval and (not argv or argv[0].startswith("--")):
+        argv = ["", *argv]  # of no preset
     preset, args = (argv[0], argv[1:]) if argv and argv[0] not in ("-h", "--help") else ("tiny", ["--help"])
-    if preset not in known:
+    if preset not in known and not (only_eval and not preset):
         raise ConfigError(f"unknown preset {preset!r}: the first argument is one of {', '.join(known)} (see --help)")
+    default = known[preset]() if preset else Config()
+    if only_eval:
+        name, samples = time.strftime("eval-%Y%m%d-%H%M%S"), dataclasses.replace(default.eval, keep_best=False)
+        default = dataclasses.replace(default, name=name, data=default.eval.data, eval=samples, steps=0, trainers=0)
     names = "\n".join(f"  {name:8s} {function.__doc__}" for name, function in known.items())
+    names += "\n  eval     [preset] --model FOLDER --data ROWS: only evaluate"
     description = f"PipelineRL, minimal and hackable.\n\npresets:\n{names}\n\nfields, with the values of `{preset}`:"
-    cfg = tyro.cli(Config, default=known[preset](), args=args, prog="launch.py PRESET", description=description)
-    return dataclasses.replace(cfg, model=cfg.model.resolve())
+    cfg = tyro.cli(Config, default=default, args=args, prog="launch.py PRESET", description=description)
+    if only_eval:
+        cfg = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, data=cfg.data))
+    return dataclasses.replace(cfg, model=model_folder(cfg.model))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +93,13 @@ def plan(cfg: Config, cores: list[int], gpus: list[str]) -> dict[str, Place]:
         own = tuple(cores[begin : begin + share] if i else cores[begin:]) if share else tuple(cores)
         device, gpu = ("cuda:0", gpus[i]) if use_gpus else ("cpu", "")
         places[name] = Place(device, own, len(own) if share else 1, gpu)
-    light = tuple(sorted({core for name in names[: cfg.trainers] for core in places[name].cores}))
-    places["preprocess"] = Place(places["train-0"].device, light, 1, places["train-0"].gpu)
-    return places | {f"reward-{i}": Place("cpu", light, 1) for i in range(cfg.reward.workers)}
+    light = tuple(sorted({core for name in names[: cfg.trainers or None] for core in places[name].cores}))
+    if cfg.trainers_on_all_cores and not use_gpus:
+        for name in names[: cfg.trainers]:
+            places[name] = Place("cpu", tuple(cores), len(cores))
+    reference = places.get("train-0", Place("cpu", light, 1))
+    places["preprocess"] = Place(reference.device, light, 1, reference.gpu)
+    return places | {"reward": Place("cpu", light, 1)}
 
 
 def run_role(name: str, cfg: Config, channels, start: Start, place: Place, log: Path, launcher: int) -> None:
@@ -158,122 +171,14 @@ class Roles:
         return "\n".join([f"{name} {how}; the last lines of {log}:", *(f"  {name} | {line}" for line in lines)])
 
 
-class Record:
-    """Turns reports into metrics.jsonl, evals.jsonl, rollouts.jsonl, complete checkpoints and what the screen shows."""
-
-    def __init__(self, cfg: Config):
-        from tqdm import tqdm
-
-        self.cfg, self.folder, self.troubles = cfg, cfg.run_dir, 0
-        self.steps = read_lines(self.folder / "metrics.jsonl")  # those before a resume
-        self.first_step = len(self.steps) + 1
-        self.time_before_s = self.steps[-1]["time_s"] if self.steps else 0.0
-        self.in_flight: dict[int, int] = {}  # actor -> sequences
-        self.done = Counter()  # by the actors since the last step
-        options = {"total": cfg.steps, "initial": len(self.steps), "unit": "step", "desc": "starting"}
-        self.bar = tqdm(**options, dynamic_ncols=True, disable=None)
-
-    @property
-    def time_s(self) -> float:
-        return time.monotonic() - START + self.time_before_s
-
-    def take(self, kind: str, values: dict) -> None:
-        if kind == "actor":
-            self.in_flight[values.pop("actor")] = values.pop("in_flight")
-            self.done.update(values)
-        elif kind == "step":
-            self.take_step(values)
-        elif kind == "eval":
-            self.append("evals.jsonl", {"time_s": self.time_s} | values)
-            self.bar.write("  held-out success {eval_accuracy:.1%}, version {eval_version}".format(**values))
-        elif kind == "rollout":
-            self.append("rollouts.jsonl", values)
-            if self.cfg.show_every and (values["step"] - 1) % self.cfg.show_every == 0:
-                self.bar.write(show_rollout(values))
-        elif kind == "checkpoint":
-            self.complete_checkpoint(values)
-        elif kind == "trouble":
-            self.trouble(values["what"])
-
-    def trouble(self, what: str) -> None:
-        """Something that the run survives, but that its exit code must tell of."""
-        self.troubles += 1
-        self.bar.write(f"launch.py: trouble: {what}")
-
-    def append(self, name: str, line: dict) -> None:
-        path = self.folder / name
-        size = path.stat().st_size if path.exists() else 0
-        try:
-            with path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            self.trouble(f"a line of {path} was not written: {error}")
-            with contextlib.suppress(OSError):  # the file may not be there
-                os.truncate(path, size)  # no half line
-
-    def complete_checkpoint(self, start: dict) -> None:
-        """All ranks have written theirs: flush what belongs to it, give it its name, delete the oldest."""
-        folder = self.cfg.checkpoint_dir(start["step"])
-        try:
-            (folder / "start.json").write_text(json.dumps(start))
-            for path in (*self.folder.glob("*.jsonl"), folder / "start.json", folder):
-                flush(path)
-            shutil.rmtree(folder.with_suffix(""), ignore_errors=True)
-            folder.rename(folder.with_suffix(""))
-            flush(folder.parent)
-        except OSError as error:
-            self.trouble(f"the checkpoint of step {start['step']} was not completed: {error}")
-            shutil.rmtree(folder, ignore_errors=True)
-        for old in checkpoints(self.cfg)[: -self.cfg.keep_checkpoints]:
-            shutil.rmtree(old, ignore_errors=True)
-
-    def take_step(self, metrics: dict) -> None:
-        """Add what only the launcher knows: the time, and what the actors did since the last step; write and show."""
-        now, done, self.done = self.time_s, self.done, Counter()
-        last = self.steps[-1] if self.steps else {"time_s": now - metrics["wait_s"] - metrics["train_s"]}
-        rate = last.get("generated_tokens_per_s", 0.0)  # an actor reports when it has new weights: not for every step
-        if done["running_s"]:
-            rate = done["generated_tokens"] / done["running_s"] * len(self.in_flight)
-        line = {"step": metrics["step"], "version": metrics["version"], "time_s": now} | metrics | {
-            "generated_tokens_per_s": rate,
-            "trained_tokens_per_s": metrics["tokens"] / (now - last["time_s"]),
-            "update_stall_s": done["update_stall_s"],
-            "actor_idle_s": done["idle_s"],
-            "actor_running_s": done["running_s"],
-            "in_flight": sum(self.in_flight.values()),
-        }  # fmt: skip
-        self.steps.append(line)
-        self.append("metrics.jsonl", line)
-        if (line["step"] - self.first_step) % 25 == 0:
-            self.bar.write(TITLES)
-        self.bar.write(show_step(line))
-        self.bar.set_description(f"reward {line['reward']:.2f}", refresh=False)
-        self.bar.update()
-
-
-def flush(path: Path) -> None:
-    """To the disk, whatever happens to the machine; a folder's entries, for a folder."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def checkpoints(cfg: Config) -> list[Path]:
-    """Complete ones, the oldest first."""
-    folders = [folder for folder in cfg.checkpoint_dir(0).parent.glob("step-*") if not folder.suffix]
-    return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
-
-
 def resume(cfg: Config) -> Start:
     """The newest complete checkpoint; what the run did after it is cut from its files. Raises ConfigError if there is
     none, or it is of a run that this configuration cannot continue (what the model's files hold is not compared)."""
     found = checkpoints(cfg)
     if not found:
         raise ConfigError(f"{cfg.run_dir} has no complete checkpoint to resume: begin anew, with --overwrite")
-    before, now = json.loads((cfg.run_dir / "config.json").read_text()), json.loads(as_json(cfg))
-    for key in ("model", "data", "seed", "batch_size", "group_size"):
+    before, now = json.loads((cfg.run_dir / "config.json").read_text()), resolved(cfg)
+    for key in ("model", "data", "prompt", "seed", "batch_size", "group_size"):
         if before[key] != now[key]:
             raise ConfigError(f"--resume: {key} is {now[key]}, the run has {before[key]}: what it did would not fit")
     state, every = json.loads((found[-1] / "start.json").read_text()), max(1, cfg.eval.every)
@@ -282,20 +187,17 @@ def resume(cfg: Config) -> Start:
     start = Start(folder=found[-1], next_eval=(last_eval // every + 1) * every, **state)
     if start.step > cfg.steps or (start.step == cfg.steps and (last_eval == cfg.steps or not cfg.eval.every)):
         raise ConfigError(f"--resume: {cfg.run_dir} is complete after {start.step} steps: give more --steps to go on")
-    for folder in cfg.checkpoint_dir(0).parent.glob("*.unfinished"):
+    for folder in (*cfg.checkpoint_dir(0).parent.glob("*.unfinished"), *cfg.run_dir.glob("evaluated-*.unfinished")):
         print(f"launch.py: {folder} is half-written and ignored")
         shutil.rmtree(folder)
-    for name, key in (("metrics", "step"), ("rollouts", "step"), ("evals", "eval_version")):
+    of_evals = ("evals", "eval_version"), ("eval_rollouts", "eval_version")
+    for name, key in (("metrics", "step"), ("rollouts", "step"), *of_evals):
         path, cut = cfg.run_dir / f"{name}.jsonl", cfg.run_dir / f"{name}.cut"
         cut.write_text("".join(json.dumps(line) + "\n" for line in read_lines(path) if line[key] <= start.step))
         cut.rename(path)
     (cfg.run_dir / "trainers.rendezvous").unlink(missing_ok=True)
     print(f"launch.py: going on from {start.folder}")
     return start
-
-
-def as_json(cfg: Config) -> str:
-    return json.dumps(dataclasses.asdict(cfg), indent=2, default=str) + "\n"
 
 
 def prepare_run_dir(cfg: Config) -> Start:
@@ -313,7 +215,7 @@ def prepare_run_dir(cfg: Config) -> Start:
                 raise ConfigError(f"{folder} is not empty and not a run: it is not replaced, choose another --name")
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(as_json(cfg))
+        (folder / "config.json").write_text(json.dumps(resolved(cfg), indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"the run folder cannot be written: {error}; choose another --runs-dir") from None
     return start
@@ -349,6 +251,9 @@ def run(cfg: Config) -> int:
     from queues import make_channels
 
     places = plan(cfg, sorted(os.sched_getaffinity(0)), [] if cfg.device == "cpu" else gpus())
+    if cfg.actor.dtype == "auto":
+        dtype = "float32" if places["actor-0"].device == "cpu" else "bfloat16"
+        cfg = dataclasses.replace(cfg, actor=dataclasses.replace(cfg.actor, dtype=dtype))
     start = prepare_run_dir(cfg)
     interrupted: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -361,11 +266,12 @@ def run(cfg: Config) -> int:
     try:
         dead = supervise(roles, record, interrupted)
     finally:
-        roles.stop(SAVE_S if interrupted else SHUTDOWN_S, interrupted, record)
+        roles.stop(SHUTDOWN_S if dead else SAVE_S, interrupted, record)
         drain(channels.reports, record)
+        record.logs.close()
         record.bar.close()
     outcome = f"failed ({dead})" if dead else "interrupted" if interrupted else "complete"
-    outcome += "" if (cfg.run_dir / "model").exists() else ", model not saved"
+    outcome += "" if (cfg.run_dir / "model").exists() or not cfg.trainers else ", model not saved"
     outcome += f", {record.troubles} troubles" if record.troubles else ""
     steps = f"{len(record.steps)} of {cfg.steps} optimizer steps"
     print(f"{cfg.name}: {outcome} after {steps}, {record.time_s:.0f} s", summary(cfg.run_dir), sep="\n")

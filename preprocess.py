@@ -17,49 +17,18 @@ import dataclasses
 import heapq
 import itertools
 import math
-import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from config import Config, ConfigError, Start, checked_row, load_function, read_jsonl
+from config import Config, Start
+from data import encoded_prompts
+from evaluation import Evaluation
 from queues import Channels, MicroBatch, Prompt, Report, Rollout, RolloutGroup, StepBatch
-
-
-def rows(source: str, seed: int) -> Iterator[dict]:
-    """Dataset rows without end: a .jsonl file reshuffled each epoch, or what a `file.py:function` yields, called again
-    with another seed when it is exhausted. Raises ConfigError for a malformed row."""
-    for epoch in itertools.count():
-        number = 0
-        if source.endswith(".jsonl"):
-            epoch_rows = read_jsonl(Path(source))
-            random.Random(f"{seed} {epoch}").shuffle(epoch_rows)
-        else:
-            epoch_rows = load_function(source)(seed + 1_000_003 * epoch)
-        for number, row in enumerate(epoch_rows, start=1):
-            yield checked_row(row, f"row {number} of {source}")
-        if not number:
-            raise ConfigError(f"{source} yields no rows")
-
-
-def encoded_prompts(source: str, seed: int, encode: Callable[[str], list[int]], max_tokens: int, dropped: Counter):
-    """(row number, prompt token ids, row) without end; prompts over `max_tokens` are skipped and counted. Raises
-    ConfigError if 1,000 in a row are too long."""
-    last = 0
-    for number, row in enumerate(rows(source, seed)):
-        prompt_ids = encode(row["prompt"])
-        if 0 < len(prompt_ids) <= max_tokens:
-            last = number
-            yield number, torch.tensor(prompt_ids), row
-        elif number - last < 1000:
-            dropped["prompt_too_long"] += 1
-        else:
-            raise ConfigError(f"1,000 prompts of {source} in a row over {max_tokens} tokens: raise max_prompt_tokens")
 
 
 class Admission:
@@ -118,6 +87,20 @@ def group_advantages(rewards: list[float], baseline: str, divide_by_std: bool) -
 def has_no_variance(rewards: list[float]) -> bool:
     """Compared with rounding in mind: rewards that are sums of the same parts in another order are equal."""
     return max(rewards) - min(rewards) <= 1e-9 * max(1.0, *map(abs, rewards))
+
+
+def verified(group: RolloutGroup) -> list[Rollout]:
+    """Those of its samples that have a reward; of the others, whose verifier failed, nobody knows whether they are
+    right."""
+    return [rollout for rollout in group.rollouts if not rollout.failure]
+
+
+def length_penalty(cfg: Config, rollout: Rollout) -> float:
+    """0 until `soft_limit_tokens` before the limit, then linear up to 1 at the limit (the paper's
+    soft penalty, arXiv 2509.19128)."""
+    soft = cfg.reward.soft_limit_tokens
+    over = len(rollout.completion_ids) - (cfg.actor.max_completion_tokens - soft)
+    return max(0.0, over / soft) if soft else 0.0
 
 
 @dataclass
@@ -190,9 +173,12 @@ def make_step_batches(
     """One optimizer step's groups -> a StepBatch for every trainer rank, with the normaliser of the whole step."""
     sequences, by_token = [], cfg.train.normaliser == "token"
     for group in groups:
-        rewards = [rollout.reward for rollout in group.rollouts]
-        advantages = group_advantages(rewards, cfg.preprocess.baseline, cfg.preprocess.divide_by_std)
-        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
+        rollouts = verified(group)
+        returns = [rollout.reward - length_penalty(cfg, rollout) for rollout in rollouts]
+        advantages = group_advantages(returns, cfg.preprocess.baseline, cfg.preprocess.divide_by_std)
+        for rollout, advantage in zip(rollouts, advantages, strict=True):
+            if cfg.preprocess.truncated == "mask" and rollout.finish_reason == "length":
+                continue  # its reward has been part of the others' baseline
             weight = 1.0 if by_token else 1.0 / len(rollout.completion_ids)
             sequences.append(Sequence(group.prompt.prompt_ids, rollout, advantage, weight))
     normaliser = sum(len(s.rollout.completion_ids) if by_token else 1 for s in sequences)
@@ -201,19 +187,27 @@ def make_step_batches(
     return [StepBatch(step, micro_batches, normaliser, metrics, stream or {}) for micro_batches in packed]
 
 
-def batch_metrics(groups: list[RolloutGroup], dropped_rewards: list[float]) -> dict:
+def batch_metrics(cfg: Config, groups: list[RolloutGroup], dropped_rewards: list[float]) -> dict:
     """Of a step before it is trained. Rewards count dropped groups as well: those that are all right are progress."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rollouts = [rollout for group in groups for rollout in verified(group)]
     rewards = [rollout.reward for rollout in rollouts] + dropped_rewards
-    return {
+    named: dict[str, list[float]] = {}  # means over the samples that have them
+    for group in groups:
+        for rollout in verified(group):
+            tasks = {f"task/{group.prompt.row['task']}": rollout.reward} if "task" in group.prompt.row else {}
+            for name, value in (tasks | {f"verifier/{n}": v for n, v in rollout.metrics.items()}).items():
+                named.setdefault(name, []).append(value)
+    return {name: statistics.fmean(values) for name, values in sorted(named.items())} | {
         "samples": len(rollouts),
+        "failed_samples": sum(len(group.rollouts) for group in groups) - len(rollouts),
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
+        "length_penalty": statistics.fmean(length_penalty(cfg, rollout) for rollout in rollouts),
         "completion_tokens_mean": statistics.fmean(len(rollout.completion_ids) for rollout in rollouts),
         "truncated_fraction": statistics.fmean(rollout.finish_reason == "length" for rollout in rollouts),
-        "no_variance_groups": sum(has_no_variance([r.reward for r in group.rollouts]) for group in groups),
+        "no_variance_groups": sum(has_no_variance([r.reward for r in verified(group)]) for group in groups),
         "group_ids": [group.prompt.group_id for group in groups],
-    }
+    }  # fmt: skip
 
 
 class Preprocessor:
@@ -223,24 +217,29 @@ class Preprocessor:
         self.cfg, self.channels, self.start = cfg, channels, start
         self.tokenizer, self.add_ref_logprobs = tokenizer, add_ref_logprobs
         self.admission = Admission(cfg.groups_per_batch, cfg.max_lag, start.step)
-        self.dropped = Counter(zero_variance=0, prompt_too_long=0)
-        options = {"seed": cfg.seed, "encode": tokenizer.encode, "max_tokens": cfg.actor.max_prompt_tokens}
-        stream, unfinished = encoded_prompts(cfg.data, dropped=self.dropped, **options), set(start.unfinished)
+        self.dropped = Counter(zero_variance=0, verifier_failed=0, prompt_too_long=0, malformed=0, held_out=0)
+        self.evaluation = Evaluation(cfg, tokenizer, start)
+        held_out, unfinished = self.evaluation.token_ids, set(start.unfinished)
+        stream = encoded_prompts(cfg, cfg.data, tokenizer, self.dropped, seed=cfg.seed, held_out=held_out)
         self.prompts = (p for p in stream if p[0] >= start.next_group or p[0] in unfinished)
-        self.next_prompt = next(self.prompts)
-        self.dropped["zero_variance"] = start.dropped.get("zero_variance", 0)
+        self.next_prompt = next(self.prompts) if cfg.steps else (0, torch.tensor([0]), {})
+        for reason in ("zero_variance", "verifier_failed"):
+            self.dropped[reason] = start.dropped.get(reason, 0)
         self.finished: dict[int, RolloutGroup] = {}  # scored groups that wait for a batch, in the order they came
         self.dropped_in_a_row = 0
         self.dropped_rewards: list[float] = []  # of the samples of groups dropped since the last batch
-        held_out = encoded_prompts(cfg.eval.data, dropped=Counter(), **options)
-        self.eval_prompts = list(itertools.islice(held_out, cfg.eval.prompts if cfg.eval.every else 0))
-        self.next_eval = min(start.next_eval, cfg.steps) if cfg.eval.every else math.inf  # version
-        self.eval_rollouts: list[Rollout] | None = None  # of the running evaluation
+        shown = self.evaluation.prompts[0] if not cfg.steps else self.next_prompt
+        self.channels.reports.put(Report("note", {"what": self.as_the_engine_sees_it(shown[1])}))
 
     @property
     def done(self) -> bool:
         """All batches are sent and the evaluation of the final weights is in."""
-        return self.admission.next_step == self.cfg.steps < self.next_eval
+        return self.admission.next_step == self.cfg.steps < self.evaluation.next_version
+
+    def as_the_engine_sees_it(self, prompt_ids: torch.Tensor) -> str:
+        """What templates and tokenizers do to a prompt is best looked at."""
+        ids = prompt_ids.tolist()
+        return f"the first prompt as the engine sees it: {self.tokenizer.decode(ids)!r}\n  = {ids}"
 
     def issue_prompts(self) -> None:
         """Start groups while admission and the trainer's backlog allow and the actors' queue has room."""
@@ -250,7 +249,7 @@ class Preprocessor:
         needed = (cfg.steps - self.admission.next_step) * cfg.groups_per_batch
         while len(self.admission.outstanding) < needed and self.admission.may_start(version):
             group_id, prompt_ids, row = self.next_prompt
-            prompt = Prompt(group_id, version, cfg.group_size, prompt_ids, row)
+            prompt = Prompt(group_id, version, cfg.group_size, prompt_ids, row, cfg.actor.temperature)
             if not self.channels.prompts.put(prompt, timeout_s=0):
                 return
             self.admission.start(group_id, version)
@@ -258,39 +257,36 @@ class Preprocessor:
 
     def issue_eval(self) -> None:
         """Ask for an evaluation of the newest weights when one is due; actor 0 holds them still until it is done."""
-        version = self.channels.weights.version
-        if self.eval_rollouts is None and version >= self.next_eval:
-            self.eval_rollouts = []
-            for i, (_, prompt_ids, row) in enumerate(self.eval_prompts):
-                self.channels.eval_prompts.put(Prompt(-1 - i, version, 1, prompt_ids, row))
+        for prompt in self.evaluation.begin(self.channels.weights.version):
+            self.channels.eval_prompts.put(prompt)
 
     def take(self, group: RolloutGroup) -> None:
         """A scored group: to the finished ones, or dropped and counted."""
-        rewards = [rollout.reward for rollout in group.rollouts]
-        if self.cfg.preprocess.zero_variance == "drop" and has_no_variance(rewards):
-            self.dropped_rewards += rewards
-            self.dropped["zero_variance"] += 1
+        returns = [rollout.reward - length_penalty(self.cfg, rollout) for rollout in verified(group)]
+        failed = len(returns) < 2  # nothing is left for a baseline
+        if failed or (self.cfg.preprocess.zero_variance == "drop" and has_no_variance(returns)):
+            self.dropped_rewards += [rollout.reward for rollout in verified(group)]
+            self.dropped["verifier_failed" if failed else "zero_variance"] += 1
             self.admission.drop(group.prompt.group_id)
             self.dropped_in_a_row += 1
             if self.dropped_in_a_row >= 100 * self.cfg.groups_per_batch:
                 what = f"the last {self.dropped_in_a_row} groups were all dropped: in each, all rewards were the same"
+                what += f" or the verifier failed (it did in {self.dropped['verifier_failed']} groups so far)"
                 raise RuntimeError(f"{what}. Is the task too hard or too easy for this model, or the verifier wrong?")
         else:
             self.dropped_in_a_row = 0
             self.finished[group.prompt.group_id] = group
 
     def take_eval(self, group: RolloutGroup) -> None:
-        """A scored sample of the running evaluation; the last one ends it."""
-        self.eval_rollouts += group.rollouts
-        if len(self.eval_rollouts) < len(self.eval_prompts):
-            return
-        versions = {version for rollout in self.eval_rollouts for version in rollout.versions.tolist()}
-        assert len(versions) == 1, f"the weights changed during an evaluation: versions {sorted(versions)}"
-        accuracy, version = statistics.fmean(rollout.reward for rollout in self.eval_rollouts), versions.pop()
-        self.channels.reports.put(Report("eval", {"eval_version": version, "eval_accuracy": accuracy}))
-        upcoming = (version // self.cfg.eval.every + 1) * self.cfg.eval.every
-        self.next_eval = upcoming if version == self.cfg.steps else min(upcoming, self.cfg.steps)
-        self.eval_rollouts = None
+        """A scored group of the running evaluation; the last one ends it."""
+        result = self.evaluation.take(group)
+        if group.prompt.temperature == 0 or not self.cfg.eval.greedy:
+            rollout = group.rollouts[0]
+            values = {"eval_version": rollout.versions[0].item()} | self.about(group)
+            values["completion"] = self.tokenizer.decode(rollout.completion_ids.tolist())
+            self.channels.reports.put(Report("eval_rollout", values))
+        if result is not None:
+            self.channels.reports.put(Report("eval", result))
 
     def send_batches(self) -> None:
         """Send every batch that is complete. Rank 0's part goes last: when it is there, all are."""
@@ -300,7 +296,9 @@ class Preprocessor:
             if group_ids is None:
                 return
             groups = [self.finished.pop(group_id) for group_id in group_ids]
-            metrics = batch_metrics(groups, self.dropped_rewards) | {"queue_rollouts": len(self.channels.rollouts)}
+            metrics = batch_metrics(self.cfg, groups, self.dropped_rewards) | {
+                "queue_rollouts": len(self.channels.rollouts)
+            }
             metrics |= {f"dropped_{reason}": n for reason, n in self.dropped.items()}
             self.dropped_rewards = []
             batches = make_step_batches(self.cfg, step, groups, self.cfg.trainers, metrics, self.stream_position())
@@ -319,11 +317,17 @@ class Preprocessor:
             "dropped": dict(self.dropped),
         }
 
+    @staticmethod
+    def about(group: RolloutGroup) -> dict:
+        """A group's first sample, without its tokens."""
+        rollout, row = group.rollouts[0], group.prompt.row
+        values = {"prompt": row["prompt"], "answer": row["answer"], "reward": rollout.reward}
+        return values | {"failure": rollout.failure, "finish_reason": rollout.finish_reason}
+
     def report_rollout(self, step: int, group: RolloutGroup) -> None:
         """One sample of the step, for rollouts.jsonl and for the reader of the screen."""
-        rollout, row = group.rollouts[0], group.prompt.row
-        values = {"step": step + 1, "group_id": group.prompt.group_id, "prompt": row["prompt"], "answer": row["answer"]}
-        values |= {"reward": rollout.reward, "finish_reason": rollout.finish_reason}
+        rollout = group.rollouts[0]
+        values = {"step": step + 1, "group_id": group.prompt.group_id} | self.about(group)
         values["tokens"] = [self.tokenizer.decode([token]) for token in rollout.completion_ids.tolist()]
         values["versions"] = rollout.versions.tolist()
         values["logprobs"] = [round(logprob, 4) for logprob in rollout.logprobs.tolist()]

@@ -5,19 +5,13 @@
                  └─────────────── weights, version v ◀──────────────────────┘
 
 Messages are frozen dataclasses of tensors and plain values, msgpack on the wire (no pickle). `SharedMemoryQueue`
-carries them between the processes of one machine, bounded, in order; `SharedMemoryWeights` carries the weights, newest
-version only. Token ids go from the engine to the trainer untouched. A *version* is the number of optimizer steps that
+carries them between the processes of one machine, bounded, in order; the weights have a channel of their own
+(weights.py). Token ids go from the engine to the trainer untouched. A *version* is the number of optimizer steps that
 made the weights: 0 is the initial model.
 """
 
-import contextlib
-import fcntl
 import functools
 import math
-import mmap
-import os
-import threading
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +19,8 @@ import msgspec
 import torch
 
 from config import Config, model_layout
+from memory import SharedMemory
+from weights import SharedMemoryWeights
 
 
 @dataclass(frozen=True)
@@ -39,13 +35,15 @@ class Prompt:
     samples: int
     prompt_ids: torch.Tensor  # (P,) int64
     row: dict  # the dataset row, for the verifier
+    temperature: float = 1.0  # 0: greedy
+    eval_samples: int = 0  # of the whole evaluation that the prompt is part of; 0: it is for training
 
     def __post_init__(self):
         assert len(self.prompt_ids) > 0, "a prompt needs at least one token: the first completion token is its label"
 
     @property
     def is_eval(self) -> bool:
-        return self.group_id < 0
+        return self.eval_samples > 0
 
 
 @dataclass(frozen=True)
@@ -62,13 +60,16 @@ class Rollout:
     logprobs: torch.Tensor  # (C,) float32, log μ of each token as it was sampled: temperature applied
     versions: torch.Tensor  # (C,) int64, the version whose forward pass produced each token
     finish_reason: str  # "stop" (end-of-sequence) or "length" (truncated)
-    reward: float | None = None  # None until a verifier has seen it
+    reward: float | None = None  # None until a verifier has seen it, and if that failed
+    failure: str = ""  # why the verifier failed (reward.Verdict); "" if it did not
+    metrics: dict[str, float] = field(default_factory=dict)  # what else the verifier had to say
 
     def __post_init__(self):
         assert len(self.completion_ids) == len(self.logprobs) == len(self.versions) > 0
         versions = self.versions.tolist()  # lists: for a few numbers they are ten times as fast as tensors
         assert math.isfinite(sum(self.logprobs.tolist())), f"log-probs from the engine are not finite: {self.logprobs}"
         assert versions == sorted(versions), f"versions run backwards: {versions}"
+        assert self.reward is None or not self.failure, "a failed call gives no reward"
 
 
 @dataclass(frozen=True)
@@ -155,36 +156,6 @@ class Stopped(Exception):
     """The launcher asked every role to stop; raised out of a wait."""
 
 
-class SharedMemory:
-    """Shared memory without a name: it is gone when the last process that holds it is, however that one ends.
-
-    Pages are allocated when first touched. Pickles as a path that other processes of the same user can open while its
-    maker lives.
-    """
-
-    def __init__(self, num_bytes: int, path: str = ""):
-        self._file = (
-            os.open(path, os.O_RDWR) if path else os.memfd_create("pipelinerl")
-        )  # kept open: the path leads to it
-        os.ftruncate(self._file, num_bytes)
-        self.num_bytes, self.path = num_bytes, path or f"/proc/{os.getpid()}/fd/{self._file}"
-        self.buffer = mmap.mmap(self._file, num_bytes)
-        self._threads = threading.Lock()
-
-    def __reduce__(self):
-        return SharedMemory, (self.num_bytes, self.path)
-
-    @contextlib.contextmanager
-    def locked(self):
-        """Exclusive between processes and threads; the kernel gives it up for a process that is killed inside."""
-        with self._threads:
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.flock(self._file, fcntl.LOCK_UN)
-
-
 class SharedMemoryQueue:
     """Bounded first-in-first-out queue of messages between processes: a ring of equal slots in shared memory.
 
@@ -237,56 +208,6 @@ class SharedMemoryQueue:
         return self._counts[0] - self._counts[1]
 
 
-class SharedMemoryWeights:
-    """The weight channel of one machine: the trainer writes a double buffer, actors pull the newest version.
-
-    Nobody waits: version v goes to buffer v % 2 while readers copy v - 1 from the other. A reader that was so slow that
-    its buffer was written again notices and copies the newer one, so an actor that falls behind skips versions.
-
-    layout: name -> shape of every tensor that travels, under the names of the checkpoint (a tied head is not there).
-    """
-
-    def __init__(self, layout: dict[str, tuple[int, ...]], dtype: str, context):
-        self.layout, self.dtype = layout, dtype
-        self._sizes = [torch.Size(shape).numel() for shape in layout.values()]
-        self._buffer_bytes = sum(self._sizes) * getattr(torch, dtype).itemsize
-        self._memory = SharedMemory(2 * self._buffer_bytes)
-        self._state = context.Array("q", [0, 0])  # newest complete version, newest version begun
-
-    @property
-    def version(self) -> int:
-        return self._state[0]
-
-    def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write tensors, cast to the engine's dtype, and make them the newest version. Raises ValueError if their names
-        are not exactly those of the layout."""
-        self._state[1] = version
-        buffer, missing = self._views(version), set(self.layout)
-        for name, tensor in tensors:
-            if name not in missing:
-                raise ValueError(f"weight {name!r} is not in the checkpoint's list, or was published twice")
-            missing.remove(name)
-            buffer[name].copy_(tensor)
-        if missing:
-            raise ValueError(f"{len(missing)} weights were not published: {sorted(missing)[:5]}")
-        self._state[0] = version
-
-    def pull(self, staging: dict[str, torch.Tensor]) -> int:
-        """Copy the newest version into `staging` (same names and shapes, any device); returns that version."""
-        while True:
-            version = self.version
-            for name, tensor in self._views(version).items():
-                staging[name].copy_(tensor)
-            if self._state[1] < version + 2:  # else our buffer was being written while we read it
-                return version
-
-    def _views(self, version: int) -> dict[str, torch.Tensor]:
-        start, dtype = version % 2 * self._buffer_bytes, getattr(torch, self.dtype)
-        flat = torch.frombuffer(self._memory.buffer, dtype=dtype, count=sum(self._sizes), offset=start)
-        parts = zip(self.layout.items(), flat.split(self._sizes), strict=True)
-        return {name: part.view(shape) for (name, shape), part in parts}
-
-
 @dataclass(frozen=True)
 class Channels:
     """Every way between the roles, in the order of the data."""
@@ -305,12 +226,13 @@ def make_channels(cfg: Config, context) -> Channels:
     """All queues, sized so that the largest message the configuration allows fits; memory is taken when used."""
     stop, row_bytes = context.Value("b", 0, lock=False), 2**18
     prompt_tokens, completion_tokens = cfg.actor.max_prompt_tokens, cfg.actor.max_completion_tokens
-    group_bytes = row_bytes + 8 * prompt_tokens + cfg.group_size * (24 * completion_tokens + 1024)
+    samples = max(cfg.group_size, cfg.eval.samples)
+    group_bytes = row_bytes + 8 * prompt_tokens + samples * (24 * completion_tokens + 4096)
     batch_bytes = row_bytes + cfg.batch_size * (44 * (prompt_tokens + completion_tokens) + 1024)
     queue = functools.partial(SharedMemoryQueue, context=context, stop=stop)
     return Channels(
         prompts=queue("prompts", 4 * cfg.actors, group_bytes),
-        eval_prompts=queue("held-out prompts", cfg.eval.prompts, group_bytes),
+        eval_prompts=queue("held-out prompts", 2 * cfg.eval.prompts, group_bytes),
         completions=queue("completions", 64, group_bytes),
         rollouts=queue("rollouts", 64, group_bytes),
         batches=[queue("batches", cfg.preprocess.ready_batches + 1, batch_bytes) for _ in range(cfg.trainers)],

@@ -40,7 +40,8 @@ from torch.utils.checkpoint import checkpoint
 from bench.flops import matmul_flops_per_s, training_flops
 from config import Config, Start
 from policy import load_policy, to_device
-from queues import Channels, MicroBatch, Report, SharedMemoryWeights, StepBatch, Stopped
+from queues import Channels, MicroBatch, Report, StepBatch, Stopped
+from weights import SharedMemoryWeights
 
 A_DAY = datetime.timedelta(days=1)
 

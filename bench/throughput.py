@@ -34,6 +34,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import launch  # noqa: E402
+import record  # noqa: E402
 from config import Config, model_layout, presets  # noqa: E402
 from queues import make_channels  # noqa: E402
 
@@ -58,18 +59,19 @@ def generate_alone(cfg: Config, channels, path: Path) -> None:
     from transformers import AutoTokenizer
 
     from actor import Engine
-    from preprocess import Sequence, encoded_prompts, make_micro_batch, pack
+    from data import encoded_prompts
+    from preprocess import Sequence, make_micro_batch, pack
     from queues import StepBatch
 
-    engine, encode = Engine(cfg, seed=cfg.seed, device="cpu"), AutoTokenizer.from_pretrained(cfg.model).encode
-    prompts = encoded_prompts(cfg.data, cfg.seed, encode, cfg.actor.max_prompt_tokens, Counter())
+    engine, tokenizer = Engine(cfg, seed=cfg.seed, device="cpu"), AutoTokenizer.from_pretrained(cfg.model)
+    prompts = encoded_prompts(cfg, cfg.data, tokenizer, Counter(), seed=cfg.seed)
     in_flight, waiting, sequences, batches = {}, [], [], 0
     with path.open("w", buffering=1) as file:
         while True:
             while len(in_flight) < cfg.actor.sequences:
                 waiting = waiting or [next(prompts)[1]] * cfg.group_size
                 prompt_ids = waiting.pop()
-                in_flight[engine.submit(prompt_ids.tolist())] = prompt_ids
+                in_flight[engine.submit(prompt_ids.tolist(), cfg.actor.temperature)] = prompt_ids
             tokens = len(in_flight)  # a step makes one for each
             for request_id, rollout in engine.step().items():
                 prompt_ids = in_flight.pop(request_id)
@@ -113,7 +115,7 @@ def run_apart(cfg: Config) -> None:
 
 
 def run_pipeline(cfg: Config) -> None:
-    launch.START = 0.0  # so that `time_s` is the clock of the other files
+    record.START = 0.0  # so that `time_s` is the clock of the other files
     launch.run(cfg)
 
 

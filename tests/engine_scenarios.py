@@ -7,6 +7,7 @@ One engine in one process for all scenarios of an architecture: `test_engine.py`
 
 import copy
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -17,11 +18,13 @@ os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OF
 
 import torch
 from conftest import changed
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config
 
 from actor import Engine
 from config import model_layout, presets
-from queues import Rollout, SharedMemoryWeights
+from queues import Rollout
+from weights import SharedMemoryWeights
 
 PROMPTS = [[7, 10, 5, 12], [1, 2, 3], [4] * 20, [9, 8, 7, 6, 5, 4, 3, 2], [11, 0], [5, 5, 13, 5]]
 NEW_TOKENS = 24
@@ -115,10 +118,10 @@ def across_updates(world: World, kv: str) -> dict:
     engine = world.engine
     engine.kv = kv
     first = engine.version
-    requests = {engine.submit(prompt): prompt for prompt in PROMPTS}
+    requests = {engine.submit(prompt, 1.0): prompt for prompt in PROMPTS}
     done = world.run(requests, steps=5)
     world.update()
-    late = engine.submit(PROMPTS[0])
+    late = engine.submit(PROMPTS[0], 1.0)
     requests[late] = PROMPTS[0]
     done |= world.run(requests, steps=7)
     world.update()
@@ -145,10 +148,8 @@ def across_updates(world: World, kv: str) -> dict:
 def fresh(world: World, temperature: float) -> dict:
     """New requests after an update: every weight of the model is the new one."""
     world.update()
-    world.engine.sampling.temperature = temperature
-    requests = {world.engine.submit(prompt): prompt for prompt in PROMPTS}
+    requests = {world.engine.submit(prompt, temperature): prompt for prompt in PROMPTS}
     done = world.run(requests)
-    world.engine.sampling.temperature = 1.0
     new, old = [], []
     for request, completion in done.items():
         prompt = requests[request]
@@ -165,10 +166,10 @@ def prefix_cache(world: World) -> dict:
     found = {}
     for name in ("first", "again", "after update"):
         if name == "after update":
-            running = world.engine.submit(prompt)  # holds blocks of the old version
+            running = world.engine.submit(prompt, 1.0)  # holds blocks of the old version
             world.run({}, steps=3)
             world.update()
-        request = world.engine.submit(prompt)
+        request = world.engine.submit(prompt, 1.0)
         completion = world.run({request: prompt} | ({running: prompt} if name == "after update" else {}))[request]
         found[name] = difference(completion.logprobs, world.expected(prompt, completion, "keep"))
     stats = world.engine.engine.engine_core.engine_core.scheduler.kv_cache_manager
@@ -184,6 +185,56 @@ def skipping(world: World) -> dict:
         pass
     world.engine.load_weights()
     return {"loaded": world.engine.version - before}
+
+
+def endings(world: World) -> dict:
+    """One greedy sequence, again and again, with other end-of-sequence ids, limits and texts to stop at."""
+    engine, plain = world.engine, world.engine.sampling
+
+    def sample(**options) -> list:
+        engine.sampling = functools.partial(plain, **options)
+        request = engine.submit(PROMPTS[1], 0.0)
+        completion = world.run({request: PROMPTS[1]})[request]
+        engine.sampling = plain
+        assert set(completion.versions.tolist()) == {engine.version}, "stopped by a text, too"
+        return [completion.completion_ids.tolist(), completion.finish_reason]
+
+    whole, _ = sample()
+    first = {token: whole.index(token) for token in set(whole)}  # where each token comes first
+    end = max(first, key=first.get)  # as late as can be
+    n, other = first[end] + 1, next(token for token in range(64) if token not in first)
+    digits = {token: at for token, at in first.items() if token < 10}
+    digit = max(digits, key=digits.get, default=None)
+    return {
+        "whole": whole,
+        "n": n,
+        "second of two": sample(stop_token_ids=[other, end]),
+        "exactly at the limit": sample(stop_token_ids=[other, end], max_tokens=n),
+        "one short of it": sample(stop_token_ids=[other, end], max_tokens=n - 1),
+        "text": sample(stop=[str(digit)], detokenize=True),
+        "text at": digits[digit] + 1,
+    }
+
+
+def saved(world: World, folder: Path) -> dict:
+    """The weights of the engine, written while newer ones are staged; those are staged again after it."""
+    expected = dict(world.policies[-1].named_parameters(remove_duplicate=False))
+    expected = {name: expected[name].detach().clone() for name in world.layout}
+    world.publish()
+    while not world.engine.newer_weights_staged():
+        pass
+    world.engine.save_weights(folder).result()
+    found = load_file(folder / "model.safetensors")
+    same = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    while not world.engine.newer_weights_staged():
+        pass
+    world.engine.load_weights()
+    request = world.engine.submit(PROMPTS[0], 1.0)
+    completion = world.run({request: PROMPTS[0]})[request]
+    return {
+        "same": same,
+        "error_after": difference(completion.logprobs, world.expected(PROMPTS[0], completion, "keep")),
+    }
 
 
 def incomplete(world: World) -> str:
@@ -206,6 +257,8 @@ def main(kind: str, folder: Path) -> dict:
         "half": fresh(world, 0.5),
         "prefix": prefix_cache(world),
         "skipping": skipping(world),
+        "endings": endings(world),
+        "saved": saved(world, folder / "saved"),
         "incomplete": incomplete(world),
     }
     return result

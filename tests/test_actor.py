@@ -1,5 +1,7 @@
 """When the actor admits and when weights may change. The engine is a stand-in; the real one is in test_engine."""
 
+from concurrent.futures import Future
+
 import torch
 from conftest import changed
 from test_queues import make_queue
@@ -16,8 +18,9 @@ class StandInEngine:
 
     def __init__(self, weights):
         self.weights, self.version, self.staged, self.running, self.requests = weights, 0, True, {}, 0
+        self.saved = []
 
-    def submit(self, prompt_ids):
+    def submit(self, prompt_ids, temperature):
         self.requests += 1
         self.running[str(self.requests)] = []
         return str(self.requests)
@@ -28,6 +31,12 @@ class StandInEngine:
     def load_weights(self):
         self.version = self.weights.version
         return 0.0
+
+    def save_weights(self, folder):
+        self.saved.append((self.version, folder.name))
+        written = Future()
+        written.set_result(None)
+        return written
 
     def step(self):
         for versions in self.running.values():
@@ -43,17 +52,18 @@ class Weights:
     version = 0
 
 
-def make_actor(sequences=4, update="inflight", evals=2) -> Actor:
-    cfg = changed(presets()["tiny"](), actor=dict(sequences=sequences, update=update), eval=dict(prompts=evals))
+def make_actor(sequences=4, update="inflight") -> Actor:
+    cfg = changed(presets()["tiny"](), actor=dict(sequences=sequences, update=update))
     names = ("prompts", "eval_prompts", "completions", "rollouts", "reports")
     queues = {name: make_queue(slots=50) for name in names}
     channels = Channels(**queues, batches=[], weights=Weights(), stop=None)
     return Actor(cfg, channels, StandInEngine(channels.weights), index=0)
 
 
-def put(actor: Actor, group_id: int, version: int, samples: int = 2) -> None:
-    queue = actor.channels.eval_prompts if group_id < 0 else actor.channels.prompts
-    queue.put(Prompt(group_id, version, samples, torch.tensor([1]), {}))
+def put(actor: Actor, group_id: int, version: int, samples: int = 2, evals: int = 0) -> None:
+    """`evals`: samples of the evaluation that the prompt is part of."""
+    queue = actor.channels.eval_prompts if evals else actor.channels.prompts
+    queue.put(Prompt(group_id, version, samples, torch.tensor([1]), {}, eval_samples=evals))
 
 
 def tick(actor: Actor) -> None:
@@ -106,11 +116,11 @@ def test_weights_published_again_while_a_prompt_waits_do_not_let_it_through_earl
 
 
 def test_evaluation_goes_first_and_the_weights_stand_still_until_it_is_done():
-    actor = make_actor(sequences=4, evals=2)
+    actor = make_actor(sequences=4)
     put(actor, 0, 0, samples=8)
     tick(actor)
     for group_id in (-1, -2):
-        put(actor, group_id, 0, samples=1)
+        put(actor, group_id, 0, samples=1, evals=2)
     tick(actor)
     tick(actor)
     tick(actor)  # the first four are done, both evaluation prompts are in before the rest of group 0
@@ -122,21 +132,23 @@ def test_evaluation_goes_first_and_the_weights_stand_still_until_it_is_done():
     assert actor.evals_left == 0
     tick(actor)
     assert actor.engine.version == 5
+    assert actor.engine.saved == [(0, "evaluated-0.unfinished")], "those that were evaluated, not the newest"
+    assert actor.channels.reports.get().values == {"version": 0}
     evals = [group for group in (actor.channels.completions.get() for _ in range(2)) if group.prompt.is_eval]
     assert len(evals) == 2 and all(set(group.rollouts[0].versions.tolist()) == {0} for group in evals)
 
 
 def test_drain_does_not_wait_for_ever_for_an_evaluation_that_is_half_submitted():
-    actor = make_actor(sequences=2, update="drain", evals=6)
-    for group_id in range(-1, -7, -1):
-        put(actor, group_id, 0, samples=1)
+    actor = make_actor(sequences=2, update="drain")
+    for group_id in range(-1, -4, -1):
+        put(actor, group_id, 0, samples=2, evals=6)
     tick(actor)
     actor.channels.weights.version = 1
     for _ in range(50):
         tick(actor)
     assert actor.evals_left == 0 and actor.engine.version == 1
-    groups = [actor.channels.completions.get() for _ in range(6)]
-    assert all(set(group.rollouts[0].versions.tolist()) == {0} for group in groups)
+    groups = [actor.channels.completions.get() for _ in range(3)]
+    assert all(set(r.versions.tolist()) == {0} for group in groups for r in group.rollouts)
 
 
 def test_report_for_which_there_is_no_room_joins_the_next():

@@ -75,5 +75,23 @@ def test_actor_that_falls_behind_loads_the_newest_version_only(result):
     assert result["skipping"]["loaded"] == 3
 
 
+def test_every_end_of_sequence_id_ends_a_completion_and_only_the_limit_truncates_one(result):
+    found = result["endings"]
+    whole, n = found["whole"], found["n"]
+    assert len(whole) == NEW_TOKENS and n > 3
+    assert found["second of two"] == [whole[:n], "stop"], "the id itself is part of the completion"
+    assert found["exactly at the limit"] == [whole[:n], "stop"]
+    assert found["one short of it"] == [whole[: n - 1], "length"]
+
+
+def test_text_to_stop_at_ends_a_completion_with_its_token_in_it(result):
+    found = result["endings"]
+    assert found["text"] == [found["whole"][: found["text at"]], "stop"]
+
+
+def test_weights_that_were_evaluated_can_be_written_beside_decoding_and_newer_ones_still_come_in(result):
+    assert result["saved"]["same"] and result["saved"]["error_after"] < 1e-4
+
+
 def test_update_that_leaves_a_weight_old_is_an_error_that_names_it(result):
     assert "leave 1 parameters old" in result["incomplete"] and "down_proj" in result["incomplete"]

@@ -1,10 +1,7 @@
 """Advantages, admission, packing: every group is trained in time or counted, whatever the lengths and speeds."""
 
 import dataclasses
-import itertools
-import json
 import random
-from collections import Counter
 
 import pytest
 import torch
@@ -12,18 +9,16 @@ from conftest import changed
 from test_queues import make_queue
 from test_train import groups
 
-from config import ConfigError, Start, presets
+from config import Start, presets
 from preprocess import (
     Admission,
     Preprocessor,
     batch_metrics,
-    encoded_prompts,
     group_advantages,
     has_no_variance,
     make_micro_batch,
     make_step_batches,
     pack,
-    rows,
 )
 from queues import Channels, Prompt, RolloutGroup
 
@@ -241,68 +236,8 @@ def test_normalisers_are_those_of_the_whole_step_on_every_rank(ranks):
 
 def test_reward_metric_counts_dropped_groups_too():
     own = [rollout.reward for group in groups(2, 4) for rollout in group.rollouts]
-    metrics = batch_metrics(groups(2, 4), dropped_rewards=[1.0] * 8)
+    metrics = batch_metrics(TINY, groups(2, 4), dropped_rewards=[1.0] * 8)
     assert metrics["reward"] == (sum(own) + 8) / 16 and metrics["samples"] == 8
-
-
-# ---------------------------------------------------------------- prompts
-
-
-def test_jsonl_epochs_reshuffle_without_repeats_inside_one(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"p{i}", "answer": "1"}) + "\n" for i in range(10)))
-    drawn = [row["prompt"] for row in itertools.islice(rows(str(path), seed=0), 30)]
-    epochs = [drawn[i : i + 10] for i in (0, 10, 20)]
-    assert all(sorted(epoch) == [f"p{i}" for i in range(10)] for epoch in epochs)
-    assert epochs[0] != epochs[1]
-    assert drawn == [row["prompt"] for row in itertools.islice(rows(str(path), seed=0), 30)]
-    assert drawn != [row["prompt"] for row in itertools.islice(rows(str(path), seed=1), 30)]
-
-
-def test_finite_function_is_begun_again_and_an_empty_one_refused(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "def two(seed):\n    for i in range(2):\n        yield {'prompt': str(i), 'answer': str(seed)}\n"
-        "def none(seed):\n    return iter(())\n"
-        "def bad(seed):\n    yield {'prompt': 'x'}\n"
-    )
-    drawn = list(itertools.islice(rows(f"{file}:two", 1), 5))
-    assert [row["prompt"] for row in drawn] == ["0", "1", "0", "1", "0"]
-    assert len({row["answer"] for row in drawn}) == 3, "each epoch has a seed of its own"
-    with pytest.raises(ConfigError, match="yields no rows"):
-        next(rows(f"{file}:none", 1))
-    with pytest.raises(ConfigError, match='row 1 of .*"answer" is missing'):
-        next(rows(f"{file}:bad", 1))
-
-
-def test_row_that_would_not_reach_the_verifier_as_it_is_is_refused(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import decimal\n"
-        "VALUES = [decimal.Decimal(1), {1, 2}, object(), 2**70, '\\ud800', (1, 2)]\n"
-        "def rows(seed):\n    yield {'prompt': 'x', 'answer': 'y', 'more': VALUES[seed]}\n"
-        "def good(seed):\n    yield {'prompt': 'x', 'answer': 'y', 'more': [1, 2.5, None, {'a': True}]}\n"
-    )
-    assert next(rows(f"{file}:good", 0))["more"] == [1, 2.5, None, {"a": True}]
-    for i in range(6):
-        with pytest.raises(ConfigError, match="row 1 of .* would not reach the verifier as it is"):
-            next(rows(f"{file}:rows", i))
-
-
-def test_long_prompts_are_skipped_and_counted(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "abcdef", "answer": ""}\n{"prompt": "ab", "answer": ""}\n')
-    dropped = Counter()
-    prompts = encoded_prompts(str(path), 0, lambda text: [1] * len(text), 4, dropped)
-    found = [next(prompts) for _ in range(3)]
-    assert [len(prompt_ids) for _, prompt_ids, _ in found] == [2, 2, 2]
-    assert all(number // 2 == epoch for epoch, (number, _, _) in enumerate(found)), (
-        "rows of the stream, skipped ones too"
-    )
-    assert dropped["prompt_too_long"] in (2, 3)
-    path.write_text('{"prompt": "abcdef", "answer": ""}\n')
-    with pytest.raises(ConfigError, match="raise max_prompt_tokens"):
-        next(encoded_prompts(str(path), 0, lambda text: [1] * len(text), 4, Counter()))
 
 
 # ---------------------------------------------------------------- the preprocessor, without its neighbours
@@ -314,6 +249,8 @@ class FakeWeights:
 
 def preprocessor(cfg, slots=300, start=None) -> Preprocessor:
     class Characters:
+        bos_token_id = None
+
         def encode(self, text):
             return [1] * len(text)
 
@@ -391,40 +328,8 @@ def test_no_group_starts_while_enough_batches_wait():
     assert one.next_prompt[0] > issued
 
 
-@pytest.mark.parametrize(
-    "seen, evaluated",
-    [
-        ((0, 1, 2, 3, 4, 5), [0, 2, 4, 5]),
-        ((0, 1, 2, 3, 5), [0, 2, 5]),  # version 4 was never seen: evaluated late, under its true version
-    ],
-)
-def test_evaluations_are_due_at_the_start_every_n_steps_and_at_the_end(seen, evaluated):
-    cfg = changed(TINY, **(SMALL | {"steps": 5}), eval=dict(every=2, prompts=3))
-    one = preprocessor(cfg)
-    done = []
-    for version in seen:
-        one.channels.weights.version = version
-        one.issue_eval()
-        one.issue_eval()  # one at a time
-        while (prompt := one.channels.eval_prompts.get(timeout_s=0)) is not None:
-            assert prompt.version == version and prompt.samples == 1
-            one.take_eval(scored(prompt, [1.0], version))
-    while (report := one.channels.reports.get(timeout_s=0)) is not None:
-        done.append((report.values["eval_version"], report.values["eval_accuracy"]))
-    assert done == [(version, 1.0) for version in evaluated]
-    assert one.next_eval > 5
-
-
-def test_evaluation_on_weights_that_changed_in_between_is_refused():
-    one = preprocessor(changed(TINY, **SMALL, eval=dict(every=2, prompts=2)))
-    one.issue_eval()
-    one.take_eval(scored(one.channels.eval_prompts.get(), [1.0], 0))
-    with pytest.raises(AssertionError, match=r"weights changed during an evaluation: versions \[0, 1\]"):
-        one.take_eval(scored(one.channels.eval_prompts.get(), [1.0], 1))
-
-
 def test_truncated_fraction_counts_length_only():
     batch_groups = groups(1, 4)
     reasons = ["stop", "length", "stop", "stop"]
     rollouts = [dataclasses.replace(r, finish_reason=f) for r, f in zip(batch_groups[0].rollouts, reasons, strict=True)]
-    assert batch_metrics([RolloutGroup(batch_groups[0].prompt, rollouts)], [])["truncated_fraction"] == 0.25
+    assert batch_metrics(TINY, [RolloutGroup(batch_groups[0].prompt, rollouts)], [])["truncated_fraction"] == 0.25

@@ -20,12 +20,12 @@ from queues import (
     Rollout,
     RolloutGroup,
     SharedMemoryQueue,
-    SharedMemoryWeights,
     StepBatch,
     Stopped,
     decode,
     encode,
 )
+from weights import SharedMemoryWeights
 
 CONTEXT = multiprocessing.get_context("spawn")
 

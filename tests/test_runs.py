@@ -19,10 +19,10 @@ START_S = 240  # for the first optimizer step, vLLM's cold start on a busy machi
 class Run:
     """`python launch.py tiny …` as a user starts it, in a session of its own."""
 
-    def __init__(self, runs_dir: Path, *argv: str, name: str = "run"):
+    def __init__(self, runs_dir: Path, *argv: str, name: str = "run", preset: tuple[str, ...] = ("tiny",)):
         self.folder = runs_dir / name
         self.shared_memory_before = set(os.listdir("/dev/shm"))
-        command = [sys.executable, "launch.py", "tiny", "--runs-dir", str(runs_dir), "--name", name, *argv]
+        command = [sys.executable, "launch.py", *preset, "--runs-dir", str(runs_dir), "--name", name, *argv]
         self.output = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdout=self.output, stderr=self.output, start_new_session=True
@@ -100,12 +100,43 @@ def test_metrics_have_a_line_for_every_step_with_every_key(finished):
     keys += "kl_behaviour entropy lag_mean lag_max lag_min completion_tokens_mean truncated_fraction queue_rollouts "
     keys += "dropped_zero_variance dropped_prompt_too_long queue_batches wait_s generated_tokens_per_s "
     keys += "trained_tokens_per_s update_stall_s in_flight actor_idle_s actor_running_s train_s publish_s "
-    keys += "no_variance_groups group_ids"
+    keys += "no_variance_groups group_ids failed_samples length_penalty dropped_verifier_failed dropped_malformed "
+    keys += "dropped_held_out verifier_calls verifier_calls_failed verifier_mean_s verifier_max_s verifier_busy"
     keys = keys.split()
     for line in lines:
         assert set(keys) <= set(line), set(keys) - set(line)
         assert all(line[key] is not None and line[key] == line[key] for key in keys), line
     assert all(a["time_s"] <= b["time_s"] for a, b in zip(lines, lines[1:], strict=False))
+    assert sum(line["verifier_calls"] for line in lines) >= 70 * 128 and not any(n["failed_samples"] for n in lines)
+
+
+def test_tensorboard_has_every_metric_at_every_step_and_evaluations_at_their_version(finished):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(finished.folder / "tensorboard"))
+    events.Reload()
+    lines, evals = finished.lines("metrics.jsonl"), finished.lines("evals.jsonl")
+    for key in ("reward", "loss", "ess", "lag_max", "verifier_calls"):
+        assert [(e.step, pytest.approx(e.value)) for e in events.Scalars(key)] == [(n["step"], n[key]) for n in lines]
+    found = [(event.step, pytest.approx(event.value)) for event in events.Scalars("eval_accuracy")]
+    assert found == [(line["eval_version"], line["eval_accuracy"]) for line in evals]
+
+
+def test_best_of_the_evaluated_weights_are_kept_and_evaluate_as_they_did(finished, tmp_path):
+    """`launch.py eval` of best/, greedily and sampled: greedy is the same number, sampled within its interval."""
+    evals = finished.lines("evals.jsonl")
+    best = max(evals, key=lambda line: line["eval_accuracy"])
+    kept = json.loads((finished.folder / "best" / "eval.json").read_text())
+    assert kept == best and not list(finished.folder.glob("*.unfinished"))
+    again = Run(tmp_path, "--model", str(finished.folder / "best"), "--eval.greedy", preset=("eval", "tiny"))
+    assert again.wait(START_S) == 0, again.text()
+    (line,) = again.lines("evals.jsonl")
+    assert line["eval_version"] == 0 and line["eval_prompts"] == 256
+    assert abs(line["eval_accuracy"] - best["eval_accuracy"]) < 0.12, "256 samples: 3 standard errors of a difference"
+    assert line["eval_greedy"] > line["eval_accuracy"]
+    samples = again.lines("eval_rollouts.jsonl")
+    assert len(samples) == 256 and sum(n["reward"] for n in samples) / 256 == pytest.approx(line["eval_greedy"])
+    assert "held-out success" in again.text() and not (again.folder / "model").exists()
 
 
 def test_lag_is_never_negative_nor_over_the_bound_and_weights_do_change_in_flight(finished):
@@ -184,7 +215,7 @@ def test_two_runs_side_by_side_every_option_of_the_schedule_and_several_processe
 LONG = ("--steps", "100000", "--show-every", "0")
 
 
-@pytest.mark.parametrize("name", ["actor-0", "preprocess", "reward-0", "train-0"])
+@pytest.mark.parametrize("name", ["actor-0", "preprocess", "reward", "train-0"])
 def test_killing_a_role_ends_the_run_in_ten_seconds_naming_it(tmp_path, name):
     run = Run(tmp_path, *LONG)
     run.wait_for_step(2)
@@ -218,15 +249,17 @@ def test_nothing_survives_the_launcher(tmp_path):
     run = Run(tmp_path, *LONG)
     run.wait_for_step(1)
     family = run.family()
-    assert {"actor-0", "train-0", "preprocess", "reward-0"} <= {process.name() for process in family}
+    assert {"actor-0", "train-0", "preprocess", "reward"} <= {process.name() for process in family}
     run.process.kill()
     run.assert_nothing_left(family)
 
 
-def test_role_that_cannot_start_is_shown_with_its_error(tmp_path):
+def test_verifier_that_raises_is_shown_with_its_name_and_the_row(tmp_path):
     """A verifier that raises at the first completion: the run ends, and says where."""
     verifier = tmp_path / "verifier.py"
-    verifier.write_text("def judge(text, row):\n    raise RuntimeError('no opinion on ' + row['prompt'])\n")
-    run = Run(tmp_path, "--reward.function", f"{verifier}:judge")
+    verifier.write_text("def judge(text, row):\n    raise KeyError('no opinion on ' + row['prompt'])\n")
+    run = Run(tmp_path, "--reward.function", f"python:{verifier}:judge")
     assert run.wait(START_S) == 1
-    assert "reward-0 ended with exit code 1" in run.text() and "RuntimeError: no opinion on " in run.text()
+    text = run.text()
+    assert "reward ended with exit code 1" in text and "KeyError: 'no opinion on " in text
+    assert f"verifier python:{verifier}:judge: error" in text and "| row: {'prompt': '" in text

@@ -12,7 +12,7 @@ def preset() -> Config:
     return Config(
         name="tiny",
         model=HERE / "model",
-        data=f"{HERE}/task.py:train_rows",
+        data=(f"{HERE}/task.py:train_rows",),
         steps=220,
         batch_size=128,
         group_size=8,
@@ -29,5 +29,5 @@ def preset() -> Config:
         ),
         preprocess=PreprocessConfig(max_tokens_per_microbatch=2048, ready_batches=3),
         train=TrainConfig(lr=2e-4, warmup_steps=20, lr_schedule="linear"),
-        eval=EvalConfig(data=f"{HERE}/task.py:held_out_rows", every=50, prompts=256),
+        eval=EvalConfig(data=(f"{HERE}/task.py:held_out_rows",), every=50, prompts=256, greedy=False),
     )

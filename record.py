@@ -1,0 +1,250 @@
+"""Record: what a run leaves behind. Reports of the roles become files, metrics for whatever shows them, and the screen.
+
+consumes  reports: "step", "actor", "reward", "eval", "evaluated", "rollout", "eval_rollout", "checkpoint", "note", …
+emits     metrics.jsonl, evals.jsonl, rollouts.jsonl, eval_rollouts.jsonl; checkpoints and best/, complete; logs
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.report import TITLES, read_lines, show_eval, show_rollout, show_step
+from config import Config, copy_model_files
+
+START = time.monotonic()
+
+
+def tensorboard(cfg: Config) -> tuple[Callable[[dict, int], None], Callable[[], None]]:
+    """A function that takes metrics and the step, and one that ends it; so are the others."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(cfg.run_dir / "tensorboard")
+
+    def log(values: dict, step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return log, writer.close
+
+
+def wandb(cfg: Config) -> tuple[Callable[[dict, int], None], Callable[[], None]]:
+    """Account, project and mode are those of the environment (WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE)."""
+    import wandb
+
+    run = wandb.init(name=cfg.name, dir=cfg.run_dir, config=resolved(cfg))
+    run.define_metric(
+        "*", step_metric="step"
+    )  # its own steps only count up; an evaluation comes in later than its step
+    return lambda values, step: run.log(values | {"step": step}), run.finish
+
+
+def trackio(cfg: Config) -> tuple[Callable[[dict, int], None], Callable[[], None]]:
+    """Shown by `trackio show`; kept where TRACKIO_DIR says."""
+    import trackio
+
+    trackio.init(project=os.environ.get("TRACKIO_PROJECT", "pipelinerl"), name=cfg.name, config=resolved(cfg))
+    return lambda values, step: trackio.log(values, step=step), trackio.finish
+
+
+SINKS = {"tensorboard": tensorboard, "wandb": wandb, "trackio": trackio}
+
+
+def resolved(cfg: Config) -> dict:
+    """Every field, in plain values."""
+    return json.loads(json.dumps(dataclasses.asdict(cfg), default=str))
+
+
+class Logs:
+    """The metrics of every step and evaluation, one dictionary, to all that `cfg.log` names."""
+
+    def __init__(self, cfg: Config, trouble: Callable[[str], None]):
+        names = cfg.log.split(",") if cfg.log not in ("auto", "none") else []
+        if cfg.log == "auto" and importlib.util.find_spec("tensorboard"):
+            names = ["tensorboard"]
+        self.trouble, self.sinks = trouble, {}
+        for name in names:
+            self._try(name, lambda name=name: self.sinks.update({name: SINKS[name](cfg)}))
+
+    def write(self, values: dict, step: int) -> None:
+        numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        for name, (log, _) in list(self.sinks.items()):
+            self._try(name, lambda log=log: log(numbers, step))
+
+    def close(self) -> None:
+        for name, (_, close) in list(self.sinks.items()):
+            self._try(name, close)
+
+    def _try(self, name: str, action: Callable) -> None:
+        """A log that fails, by whatever of its network or disk, is given up; the run goes on."""
+        try:
+            action()
+        except Exception as error:
+            self.sinks.pop(name, None)
+            self.trouble(f"nothing more is logged to {name}: {error!r}")
+
+
+class Record:
+    """Takes reports, as they come."""
+
+    def __init__(self, cfg: Config):
+        from tqdm import tqdm
+
+        self.cfg, self.folder, self.troubles = cfg, cfg.run_dir, 0
+        self.steps = read_lines(self.folder / "metrics.jsonl")  # those before a resume
+        self.first_step = len(self.steps) + 1
+        self.time_before_s = self.steps[-1]["time_s"] if self.steps else 0.0
+        self.in_flight: dict[int, int] = {}  # actor -> sequences
+        self.done = Counter()  # by the actors since the last step
+        self.verified, self.longest_call_s = Counter(), 0.0  # by the verifiers since the last step
+        best = self.folder / "best" / "eval.json"
+        self.best = json.loads(best.read_text()) if best.is_file() else {}  # the evaluation that scored best
+        self.evaluated: dict[
+            int, dict
+        ] = {}  # version -> what is known of it: its "result", that its "weights" are there
+        self.logs = Logs(cfg, self.trouble)
+        options = {"total": cfg.steps, "initial": len(self.steps), "unit": "step", "desc": "starting"}
+        self.bar = tqdm(**options, dynamic_ncols=True, disable=None)
+
+    @property
+    def time_s(self) -> float:
+        return time.monotonic() - START + self.time_before_s
+
+    def take(self, kind: str, values: dict) -> None:
+        if kind == "actor":
+            self.in_flight[values.pop("actor")] = values.pop("in_flight")
+            self.done.update(values)
+        elif kind == "step":
+            self.take_step(values)
+        elif kind == "reward":
+            self.longest_call_s = max(self.longest_call_s, values.pop("longest_s"))
+            self.verified.update(values)
+        elif kind == "eval":
+            line = {"time_s": self.time_s} | values
+            self.append("evals.jsonl", line)
+            self.logs.write(line, values["eval_version"])
+            self.bar.write(show_eval(values))
+            self.keep_best(values["eval_version"], result=line)
+        elif kind == "evaluated":
+            self.keep_best(values["version"], weights=True)
+        elif kind == "eval_rollout":
+            self.append("eval_rollouts.jsonl", values)
+        elif kind == "note":
+            self.bar.write("  " + values["what"])
+        elif kind == "rollout":
+            self.append("rollouts.jsonl", values)
+            if self.cfg.show_every and (values["step"] - 1) % self.cfg.show_every == 0:
+                self.bar.write(show_rollout(values))
+        elif kind == "checkpoint":
+            self.complete_checkpoint(values)
+        elif kind == "trouble":
+            self.trouble(values["what"])
+
+    def trouble(self, what: str) -> None:
+        """Something that the run survives, but that its exit code must tell of."""
+        self.troubles += 1
+        self.bar.write(f"launch.py: trouble: {what}")
+
+    def append(self, name: str, line: dict) -> None:
+        path = self.folder / name
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            self.trouble(f"a line of {path} was not written: {error}")
+            with contextlib.suppress(OSError):  # the file may not be there
+                os.truncate(path, size)  # no half line
+
+    def keep_best(self, version: int, **known) -> None:
+        """Once an evaluation's result and its weights are both in: they become best/, unless older ones scored more."""
+        found = self.evaluated[version] = self.evaluated.get(version, {}) | known
+        if not self.cfg.eval.keep_best or len(found) < 2:
+            return
+        folder, best, score = self.cfg.evaluated_dir(version), self.folder / "best", eval_score(found["result"])
+        del self.evaluated[version]
+        try:
+            if score is None or (self.best and score <= (eval_score(self.best) or 0.0)):
+                shutil.rmtree(folder)
+                return
+            copy_model_files(self.cfg.model, folder)
+            (folder / "eval.json").write_text(json.dumps(found["result"]) + "\n")
+            shutil.rmtree(best, ignore_errors=True)
+            folder.rename(best)
+            self.best = found["result"]
+        except OSError as error:
+            self.trouble(f"the weights of version {version}, the best so far, were not kept: {error}")
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def complete_checkpoint(self, start: dict) -> None:
+        """All ranks have written theirs: flush what belongs to it, give it its name, delete the oldest."""
+        folder = self.cfg.checkpoint_dir(start["step"])
+        try:
+            (folder / "start.json").write_text(json.dumps(start))
+            for path in (*self.folder.glob("*.jsonl"), folder / "start.json", folder):
+                flush(path)
+            shutil.rmtree(folder.with_suffix(""), ignore_errors=True)
+            folder.rename(folder.with_suffix(""))
+            flush(folder.parent)
+        except OSError as error:
+            self.trouble(f"the checkpoint of step {start['step']} was not completed: {error}")
+            shutil.rmtree(folder, ignore_errors=True)
+        for old in checkpoints(self.cfg)[: -self.cfg.keep_checkpoints]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def take_step(self, metrics: dict) -> None:
+        """Add what only the launcher knows: the time, and what the actors did since the last step; write and show."""
+        now, done, self.done = self.time_s, self.done, Counter()
+        verified, self.verified, longest_s, self.longest_call_s = self.verified, Counter(), self.longest_call_s, 0.0
+        last = self.steps[-1] if self.steps else {"time_s": now - metrics["wait_s"] - metrics["train_s"]}
+        rate = last.get("generated_tokens_per_s", 0.0)  # an actor reports when it has new weights: not for every step
+        if done["running_s"]:
+            rate = done["generated_tokens"] / done["running_s"] * len(self.in_flight)
+        line = {"step": metrics["step"], "version": metrics["version"], "time_s": now} | metrics | {
+            "generated_tokens_per_s": rate,
+            "trained_tokens_per_s": metrics["tokens"] / (now - last["time_s"]),
+            "update_stall_s": done["update_stall_s"],
+            "actor_idle_s": done["idle_s"],
+            "actor_running_s": done["running_s"],
+            "in_flight": sum(self.in_flight.values()),
+            "verifier_calls": verified["calls"],
+            "verifier_calls_failed": sum(n for key, n in verified.items() if key.startswith("failed_")),
+            "verifier_mean_s": verified["busy_s"] / max(1, verified["calls"]),
+            "verifier_max_s": longest_s,
+            "verifier_busy": verified["busy_s"] / (verified["running_s"] or 1.0),
+        }  # fmt: skip
+        self.steps.append(line)
+        self.append("metrics.jsonl", line)
+        self.logs.write(line, line["step"])
+        if (line["step"] - self.first_step) % 25 == 0:
+            self.bar.write(TITLES)
+        self.bar.write(show_step(line))
+        self.bar.set_description(f"reward {line['reward']:.2f}", refresh=False)
+        self.bar.update()
+
+
+def eval_score(result: dict) -> float | None:
+    """By which evaluations are compared: the mean over the samples, or pass@1 where there are none."""
+    return result.get("eval_accuracy", result.get("eval_greedy"))
+
+
+def checkpoints(cfg: Config) -> list[Path]:
+    """Complete ones, the oldest first."""
+    folders = [folder for folder in cfg.checkpoint_dir(0).parent.glob("step-*") if not folder.suffix]
+    return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
+
+
+def flush(path: Path) -> None:
+    """To the disk, whatever happens to the machine; a folder's entries, for a folder."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
