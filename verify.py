@@ -6,6 +6,7 @@ what accepts "7, or 12" for 12 trains a policy that lists numbers. An answer tha
 never an error. Nothing here limits time: 9^{9^{9^9}} hangs, is killed from outside, and counts as failed, not as wrong.
 """
 
+import copy
 import json
 import logging
 import re
@@ -46,7 +47,7 @@ def _boxed(text: str) -> str | None:
 
 def _stated(text: str) -> str | None:
     """What follows the last "####", "answer is" or "answer:", to the end of the text; None if there is none."""
-    match = _last(r"####|(?i:\banswer\b[\s*_]*(?:is\b|:|=))[\s*_:]*", text)
+    match = _last(r"####|(?i:\banswer\b[\s*_]*(?:is\b|:|=))[\s*:]*", text)
     return match and text[match.end() :].strip()
 
 
@@ -99,8 +100,8 @@ def choice(completion: str, row: dict) -> float:
 
 # What is written in Unicode, or in LaTeX for the eye only -> what math-verify reads right.
 TIDY = {"−": "-", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "×": r"\times ", "∪": r"\cup ", "÷": "/"}
-TIDY |= {"²": "^2", "³": "^3", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "\xa0": " "}
-TIDY |= {r"\%": "%", "{,}": ",", r"\,": "", r"\!": "", r"\;": " ", r"\ ": " ", r"\left": "", r"\right": ""}
+TIDY |= {"²": "^2", "³": "^3", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "\xa0": " ", "~": " "}
+TIDY |= {r"\%": "%", "{,}": ",", r"\,": "", r"\! ": "", r"\!": "", r"\;": " ", r"\ ": " ", r"\left": "", r"\right": ""}
 TIDY |= dict.fromkeys(["$", r"\$", r"\(", r"\)", r"\[", r"\]", "°", r"^\circ", r"^{\circ}"], "")
 TIDY_KEYS = re.compile(rf"(?<!\\)(?:{'|'.join(map(re.escape, TIDY))})(?!arrow)")
 UNIT = r"(?:\ (?!(?:pi|dozen|hundred|thousand|[mbtr]+illion)\b)(?:[A-Za-z]{2,}|m)(?:[ /][A-Za-z]+)*(?:\ ?\^\{?\d\}?)?)?"
@@ -115,7 +116,7 @@ def _tidy(text: str) -> str:
     text = TIDY_KEYS.sub(lambda key: TIDY[key[0]], text)
     text = re.sub(r"√\s*(\d+|\w|(?=\())", r"\\sqrt{\1}", text).replace(r"\sqrt{}", r"\sqrt")
     text = re.sub(r"(?<=\d)\ (?=\d{3}(?!\d))", "", text)  # 1 234 -> 1234: to math-verify it is the mixed number 1 + 234
-    return re.sub(r"\s+", " ", text).strip(" *").rstrip(" .,;:")
+    return re.sub(r"\s+", " ", text).lstrip(" *").rstrip(" *.,;:")
 
 
 def _parts(text: str) -> tuple[str, list[str]] | None:
@@ -131,11 +132,11 @@ def _parts(text: str) -> tuple[str, list[str]] | None:
 
 
 def _formula(text: str) -> str:
-    """A plain number without what math-verify misreads (1e3 as 1*e*3, 2 1/2 as 3/2, 5 m^2 as 5*m*m); else the text."""
+    """A plain number as math-verify reads it right (1e3 is 1*e*3 to it, 2 1/2 is 3/2); other text less its unit."""
     plain = PLAIN.fullmatch(text)
     value = _value(plain)
     if value is None:
-        return text
+        return re.sub(r" (?:[ckm]m|in|ft|units|square \w+)(?: ?\^\{?\d\}?)?$", "", text)
     if "." in plain[3] and not plain[4] and "e" not in plain[3].lower():
         literal = plain[3].replace(",", "")  # rounding is for decimals: 0.3333333 is 1/3
     else:
@@ -201,8 +202,8 @@ GYM_REFUSED = dict.fromkeys(["knight_swap", "polynomial_multiplication", "word_l
     "puzzle24": "its scorer accepts 6*4*1*1 whatever the numbers are",
     "composite": "name the tasks it is made of",
 }
-# Scorers that run the answer as code, and would take Integral(f, x) for the solution of any integral. So only these names
-# get there; one letter is a variable.
+# Scorers that run the answer as code; besides, Integral(f, x) solves any integral. So it may hold but these names and
+# single letters.
 GYM_CODE = {"countdown", "intermediate_integration", "n_queens", "simple_integration"}
 GYM_NAMES = re.compile(r"(?:[\d\s+*/^().,=-]|\b(?:a?(?:sin|cos|tan)h?|exp|log|sqrt|pi|[A-Za-z_])\b)*")
 
@@ -221,18 +222,24 @@ def gym_dataset(task: str, seed: int, config: str):
     return reasoning_gym.create_dataset(task, **{"size": 10_000, "seed": seed, **json.loads(config)})
 
 
+@lru_cache(maxsize=64)
+def _gym_entry(dataset, index: int) -> dict:
+    return dataset[index]  # up to 0.4 s, and a group asks for one many times
+
+
 def gym(completion: str, row: dict) -> float:
     r"""1.0 if reasoning-gym's scorer gives the full mark: ('<answer>9</answer>', {'answer': '9', 'gym': {...}}) -> 1.0.
 
     `row["gym"]` is {"task": "chain_sum", "seed": 1, "index": 7, "config": {}}; the entry is made again from it. What is
     scored: the last <answer>, else the last \boxed{}, else what follows the last "answer is" or "answer:", else all; of
-    that, where the row's answer is a number, the last number. There is no partial credit: many tasks give 0.01 for garbage,
-    which the advantage blows up to that of a right answer where no other is right, and some 0.9 for a near miss.
+    that, where the row's answer is a number, the last number. There is no partial credit: many tasks give 0.01 for
+    garbage, which group-normalised advantages blow up to that of a right answer, and some 0.9 for a near miss.
     """
     task, gold = row["gym"]["task"], row["answer"].strip()
     tagged, stated = _last(r"<answer>(.*?)</answer>", completion, re.DOTALL), _stated(completion)
     if stated and "\n" not in gold:
-        stated = (_clause(stated) if NUMBER.fullmatch(gold) else stated.split("\n")[0]).rstrip(" *.")
+        stated = _clause(stated) if NUMBER.fullmatch(gold) else stated.split("\n")[0].rstrip(" *")
+        stated = stated if gold.endswith(".") else stated.rstrip(" *.")
     found = (tagged and tagged[1], _boxed(completion), stated, completion)
     answer = next(text for text in found if text is not None).strip()
     if NUMBER.fullmatch(gold) and (match := _last(NUMBER, answer)):
@@ -246,7 +253,7 @@ def gym(completion: str, row: dict) -> float:
     if DATASETS[task][0].score_answer is ProceduralDataset.score_answer:  # it compares, with credit for a substring
         return exact(answer, row)
     dataset = gym_dataset(task, row["gym"]["seed"], json.dumps(row["gym"]["config"], sort_keys=True))
-    entry = dataset[row["gym"]["index"]]
+    entry = copy.deepcopy(_gym_entry(dataset, row["gym"]["index"]))  # scorers change their entry
     if entry["answer"] is not None and entry["answer"].strip() != gold:
         raise ValueError(f"{row['gym']} now has the answer {entry['answer']!r}, not {gold!r}: another reasoning-gym?")
     if answer == entry["answer"]:
@@ -255,6 +262,8 @@ def gym(completion: str, row: dict) -> float:
         return 0.0  # nan is at no distance that the scorers call too far
     try:
         return float(dataset.score_answer(answer=answer, entry=entry) == 1.0)
+    except (MemoryError, OSError):  # a limit of the worker: failed, not wrong
+        raise
     except Exception:  # on garbage the scorers raise whatever their parsing happens to
         return 0.0
 

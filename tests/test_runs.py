@@ -177,6 +177,19 @@ def test_final_model_answers_the_same_greedily_in_transformers_and_vllm(finished
     assert len(set(map(tuple, found["vllm"]))) > 40
 
 
+def test_readme_s_own_task_of_under_twenty_lines_runs_as_it_stands_there(tmp_path):
+    blocks = (ROOT / "README.md").read_text().split("```python\n")
+    code = blocks[1].split("```")[0]
+    assert len(blocks) == 2 and len([line for line in code.splitlines() if line.strip()]) < 20
+    (tmp_path / "mine.py").write_text(code)
+    command = code.splitlines()[0].removeprefix("# python launch.py tiny ").replace("mine.py", f"{tmp_path}/mine.py")
+    run = Run(tmp_path, *command.split(), "--steps", "3", "--batch-size", "64")
+    assert run.wait(START_S) == 0, run.text()
+    lines = run.lines("metrics.jsonl")
+    assert len(lines) == 3 and all(line["verifier/length"] >= 1 for line in lines)
+    assert "the first prompt as the engine sees it: '" in run.text()
+
+
 def test_run_folder_is_not_overwritten_unasked(finished):
     again = Run(finished.folder.parent, "--steps", "60")
     assert again.wait(30) == 2 and "already holds a run: give --overwrite" in again.text()

@@ -21,7 +21,7 @@ def preset() -> Config:
         name="smol",
         model=Path(__file__).parent / "model",
         data=(SUMS,),
-        steps=120,
+        steps=180,
         batch_size=64,
         group_size=8,
         max_lag=4,
@@ -38,6 +38,6 @@ def preset() -> Config:
             enforce_eager=True,
         ),
         preprocess=PreprocessConfig(max_tokens_per_microbatch=1024, ready_batches=2),
-        train=TrainConfig(lr=2e-5, warmup_steps=5, lr_schedule="linear"),
-        eval=EvalConfig(data=(SUMS,), every=40, prompts=256),  # other problems than those of training: other seed
+        train=TrainConfig(lr=1e-5, warmup_steps=5, lr_schedule="linear"),
+        eval=EvalConfig(data=(SUMS,), every=90, prompts=256),  # other problems than those of training: other seed
     )
