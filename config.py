@@ -130,7 +130,6 @@ class Config:
     actors: int = 1  # Generation processes.
     trainers: int = 1  # Training processes; they share each batch and the sharded model (FSDP2).
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs if there is one for every actor and trainer.
-    trainers_on_all_cores: bool = False  # Without GPUs: on the actors' cores as well, for actors that idle long.
     steps: int = 100  # Optimizer steps.
     batch_size: int = 128  # Samples an optimizer step trains on.
     group_size: int = 8  # Samples of each prompt.

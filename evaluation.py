@@ -12,7 +12,7 @@ import math
 import statistics
 from collections import Counter
 
-from config import Config, Start
+from config import Config, ConfigError, Start
 from data import EVAL_SEED, encoded_prompts
 from queues import Prompt, RolloutGroup
 
@@ -47,6 +47,8 @@ class Evaluation:
         self.last_step = cfg.steps
         rows = encoded_prompts(cfg, cfg.eval.data, tokenizer, self.skipped, seed=EVAL_SEED, epochs=1)
         self.prompts = list(itertools.islice(rows, cfg.eval.prompts)) if cfg.eval.every else []
+        if cfg.eval.every and not self.prompts:
+            raise ConfigError(f"no prompt of {' '.join(cfg.eval.data)} can be used; skipped: {dict(self.skipped)}")
         self.next_version = min(start.next_eval, cfg.steps) if cfg.eval.every else math.inf
         self.samples = len(self.prompts) * (self.cfg.greedy + self.cfg.samples)
         self.groups: list[RolloutGroup] | None = None  # of the running evaluation

@@ -94,9 +94,6 @@ def plan(cfg: Config, cores: list[int], gpus: list[str]) -> dict[str, Place]:
         device, gpu = ("cuda:0", gpus[i]) if use_gpus else ("cpu", "")
         places[name] = Place(device, own, len(own) if share else 1, gpu)
     light = tuple(sorted({core for name in names[: cfg.trainers or None] for core in places[name].cores}))
-    if cfg.trainers_on_all_cores and not use_gpus:
-        for name in names[: cfg.trainers]:
-            places[name] = Place("cpu", tuple(cores), len(cores))
     reference = places.get("train-0", Place("cpu", light, 1))
     places["preprocess"] = Place(reference.device, light, 1, reference.gpu)
     return places | {"reward": Place("cpu", light, 1)}

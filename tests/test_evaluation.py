@@ -10,7 +10,7 @@ from conftest import changed
 from test_preprocess import SMALL, TINY, preprocessor, scored
 from test_resume import record
 
-from config import EvalConfig
+from config import ConfigError, EvalConfig
 from evaluation import confidence_interval
 
 
@@ -80,6 +80,13 @@ def test_each_held_out_prompt_is_taken_once_even_if_there_are_fewer_than_asked_f
     assert sorted(row["prompt"] for _, _, row in one.evaluation.prompts) == [f"{i}+1=" for i in range(5)]
     other = preprocessor(changed(cfg, seed=5))
     assert [p[2] for p in one.evaluation.prompts] == [p[2] for p in other.evaluation.prompts], "whatever the seed"
+
+
+def test_evaluation_without_a_prompt_is_refused_not_waited_for(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "1+" * 100, "answer": ""}) + "\n")
+    with pytest.raises(ConfigError, match=r"no prompt of .*rows.jsonl can be used; skipped: {'prompt_too_long': 1}"):
+        preprocessor(changed(TINY, eval=EvalConfig(data=(str(path),))))
 
 
 # ---------------------------------------------------------------- intervals

@@ -21,11 +21,10 @@ def preset() -> Config:
         name="smol",
         model=Path(__file__).parent / "model",
         data=(SUMS,),
-        steps=180,
+        steps=115,
         batch_size=64,
         group_size=8,
         max_lag=4,
-        trainers_on_all_cores=True,  # on a core each, the actor would idle for two thirds of the time
         prompt=PromptConfig(template="plain"),
         reward=RewardConfig(function="gym"),
         actor=ActorConfig(
@@ -38,6 +37,6 @@ def preset() -> Config:
             enforce_eager=True,
         ),
         preprocess=PreprocessConfig(max_tokens_per_microbatch=1024, ready_batches=2),
-        train=TrainConfig(lr=1e-5, warmup_steps=5, lr_schedule="linear"),
-        eval=EvalConfig(data=(SUMS,), every=90, prompts=256),  # other problems than those of training: other seed
+        train=TrainConfig(lr=1.5e-5, warmup_steps=5, lr_schedule="linear"),
+        eval=EvalConfig(data=(SUMS,), every=60, prompts=256),  # other problems than those of training: other seed
     )
