@@ -40,9 +40,7 @@ def wandb(cfg: Config) -> tuple[Callable[[dict, int], None], Callable[[], None]]
     import wandb
 
     run = wandb.init(name=cfg.name, dir=cfg.run_dir, config=resolved(cfg))
-    run.define_metric(
-        "*", step_metric="step"
-    )  # its own steps only count up; an evaluation comes in later than its step
+    run.define_metric("*", step_metric="step")  # W&B's own only count up, and an evaluation comes in late
     return lambda values, step: run.log(values | {"step": step}), run.finish
 
 
@@ -109,9 +107,9 @@ class Record:
         self.evaluated: dict[
             int, dict
         ] = {}  # version -> what is known of it: its "result", that its "weights" are there
-        self.logs = Logs(cfg, self.trouble)
         options = {"total": cfg.steps, "initial": len(self.steps), "unit": "step", "desc": "starting"}
         self.bar = tqdm(**options, dynamic_ncols=True, disable=None)
+        self.logs = Logs(cfg, self.trouble)
 
     @property
     def time_s(self) -> float:

