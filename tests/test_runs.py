@@ -11,7 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from conftest import ROOT
+from safetensors.torch import load_file
 
 START_S = 240  # for the first optimizer step, vLLM's cold start on a busy machine included
 
@@ -81,6 +83,7 @@ def finished(tmp_path_factory) -> Run:
         "constant",
         "--train.lr",
         "1e-4",
+        "--eval.greedy",
     )
     assert run.wait(START_S + 240) == 0, run.text()
     return run
@@ -107,7 +110,8 @@ def test_metrics_have_a_line_for_every_step_with_every_key(finished):
         assert set(keys) <= set(line), set(keys) - set(line)
         assert all(line[key] is not None and line[key] == line[key] for key in keys), line
     assert all(a["time_s"] <= b["time_s"] for a, b in zip(lines, lines[1:], strict=False))
-    assert sum(line["verifier_calls"] for line in lines) >= 70 * 128 and not any(n["failed_samples"] for n in lines)
+    assert sum(line["verifier_calls"] for line in lines) >= 70 * 128
+    assert not any(line["failed_samples"] for line in lines)
 
 
 def test_tensorboard_has_every_metric_at_every_step_and_evaluations_at_their_version(finished):
@@ -122,21 +126,29 @@ def test_tensorboard_has_every_metric_at_every_step_and_evaluations_at_their_ver
     assert found == [(line["eval_version"], line["eval_accuracy"]) for line in evals]
 
 
-def test_best_of_the_evaluated_weights_are_kept_and_evaluate_as_they_did(finished, tmp_path):
-    """`launch.py eval` of best/, greedily and sampled: greedy is the same number, sampled within its interval."""
+def test_best_of_the_evaluated_weights_are_kept_and_evaluate_as_they_did_under_their_version(finished, tmp_path):
+    """`launch.py eval` of best/ gives what the run reported for that version, though it was measured between training
+    sequences and while newer weights came out: greedily the same but for ties that rounding breaks."""
     evals = finished.lines("evals.jsonl")
     best = max(evals, key=lambda line: line["eval_accuracy"])
     kept = json.loads((finished.folder / "best" / "eval.json").read_text())
     assert kept == best and not list(finished.folder.glob("*.unfinished"))
+    version = {0: ROOT / "examples" / "tiny" / "model", 80: finished.folder / "model"}.get(best["eval_version"])
+    if version is not None:
+        weights, expected = (load_file(f / "model.safetensors") for f in (finished.folder / "best", version))
+        assert weights.keys() == expected.keys() and all(torch.equal(weights[n], expected[n]) for n in expected)
     again = Run(tmp_path, "--model", str(finished.folder / "best"), "--eval.greedy", preset=("eval", "tiny"))
     assert again.wait(START_S) == 0, again.text()
     (line,) = again.lines("evals.jsonl")
     assert line["eval_version"] == 0 and line["eval_prompts"] == 256
+    assert abs(line["eval_greedy"] - best["eval_greedy"]) <= 2 / 256
     assert abs(line["eval_accuracy"] - best["eval_accuracy"]) < 0.12, "256 samples: 3 standard errors of a difference"
-    assert line["eval_greedy"] > line["eval_accuracy"]
     samples = again.lines("eval_rollouts.jsonl")
     assert len(samples) == 256 and sum(n["reward"] for n in samples) / 256 == pytest.approx(line["eval_greedy"])
     assert "held-out success" in again.text() and not (again.folder / "model").exists()
+    then = {n["prompt"]: n["completion"] for n in finished.lines("eval_rollouts.jsonl")
+            if n["eval_version"] == best["eval_version"]}  # fmt: skip
+    assert sum(then[n["prompt"]] == n["completion"] for n in samples) >= 254
 
 
 def test_lag_is_never_negative_nor_over_the_bound_and_weights_do_change_in_flight(finished):
