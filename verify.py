@@ -147,8 +147,11 @@ def _formula(text: str) -> str:
 
 def _same(said: str, want: str) -> bool:
     """Whether two tidy answers are equal, by the first that can tell: text, plain numbers, brackets, math-verify."""
-    if said == "" or want == "" or said.casefold().replace(" ", "") == want.casefold().replace(" ", ""):
-        return said != "" and want != ""
+    texts = [
+        re.sub(r" (?!\d)|(?<!\d) ", "", text).casefold() for text in (said, want)
+    ]  # "x + 1" is "x+1", "1 2" not 12
+    if "" in texts or texts[0] == texts[1]:
+        return "" not in texts
     a, b = PLAIN.fullmatch(said), PLAIN.fullmatch(want)
     if a and b:
         equal = _value(a) is not None and _value(a) == _value(b)

@@ -163,6 +163,7 @@ MATH = [
     (r"5 \boxed{}", "5", 0),
     (r"\boxed{ }", "0", 0),
     (r"\boxed{5", "5", 0),
+    (r"The sum is \boxed{5", "5", 0),
     ("5. The answer is", "5", 0),
     ("   \n", "0", 0),
     (r"\boxed{?}", "5", 0),
@@ -203,6 +204,8 @@ MATH = [
     (r"\boxed{5.0}", "5", 1),
     (r"\boxed{5.}", "5", 1),
     (r"\boxed{0.333}", r"\frac{1}{3}", 0),
+    (r"\boxed{0.3333333333}", "1/3", 1),
+    (r"\boxed{2 1/2}", "21/2", 0),
     (r"\boxed{0.3333333333}", r"\frac{1}{3}", 1),
     (r"\boxed{3.14}", r"\pi", 0),
     (r"\boxed{22/7}", r"\pi", 0),
@@ -214,6 +217,8 @@ MATH = [
     (r"\boxed{1{,}234}", "1234", 1),
     (r"\boxed{1\,234}", "1234", 1),
     (r"\boxed{1 234}", "1234", 1),
+    (r"\boxed{1 234}", "1,234", 1),
+    (r"\boxed{1 2}", "12", 0),
     (r"\boxed{1234567}", "1,234,567", 1),
     (r"\boxed{1,234}", "234", 0),
     (r"\boxed{1,234}", "235", 0),
@@ -652,6 +657,13 @@ def test_gym_scores_each_completion_against_an_unchanged_entry(monkeypatch):
 def test_gym_task_that_cannot_be_verified_is_refused(task):
     with pytest.raises(ValueError, match=f"{task}.* cannot be verified"):
         verify.gym_dataset(task, 5, "{}")
+
+
+def test_gym_task_that_only_compares_needs_no_entry():
+    """So rows of list_functions can be scored, which makes other entries each time."""
+    row = gym_row("list_functions")
+    row["gym"]["seed"] = 6
+    assert verify.gym(row["answer"], row) == 1.0
 
 
 def test_gym_row_of_another_version_stops_the_run():
