@@ -258,8 +258,8 @@ def test_killing_a_role_ends_the_run_in_ten_seconds_naming_it(tmp_path, name):
     run.assert_nothing_left(family)
 
 
-def test_ctrl_c_saves_the_model_and_leaves_nothing(tmp_path):
-    run = Run(tmp_path, *LONG)
+def test_ctrl_c_saves_the_model_and_a_checkpoint_of_where_it_was_and_leaves_nothing(tmp_path):
+    run = Run(tmp_path, *LONG, "--checkpoint-every", "1000")
     run.wait_for_step(2)
     family = run.family()
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
@@ -267,6 +267,8 @@ def test_ctrl_c_saves_the_model_and_leaves_nothing(tmp_path):
     assert run.wait(20) == 130
     assert time.monotonic() - start <= 10
     assert "interrupted after" in run.text() and (run.folder / "model" / "model.safetensors").exists()
+    done = len(run.lines("metrics.jsonl"))
+    assert [folder.name for folder in (run.folder / "checkpoints").iterdir()] == [f"step-{done}"]
     run.assert_nothing_left(family)
 
 
