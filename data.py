@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from config import Config, ConfigError, load_function, uses_chat_template
 
@@ -260,7 +259,7 @@ def prompt_encoder(cfg: Config, tokenizer) -> Callable[[dict, str], list[int]]:
 def encoded_prompts(
     cfg: Config, specs: Sequence[str], tokenizer, dropped: Counter, seed: int, epochs: int | None = None,
     held_out: Collection[tuple[int, ...]] = (),
-) -> Iterator[tuple[int, torch.Tensor, dict]]:  # fmt: skip
+) -> Iterator[tuple[int, list[int], dict]]:  # fmt: skip
     """(row number, prompt token ids, row), without end for epochs None. Malformed rows (unless they are an error),
     prompts that are too long and those that are held out are skipped and counted. Raises ConfigError if 1,000 in a row
     are."""
@@ -281,7 +280,7 @@ def encoded_prompts(
                 reason, what = "held_out", "among the held-out prompts: is the training data more than those?"
         if reason is None:
             last = number
-            yield number, torch.tensor(prompt_ids), row
+            yield number, prompt_ids, row
             continue
         dropped[reason] += 1
         if number - last >= 1000:

@@ -12,6 +12,8 @@ import math
 import statistics
 from collections import Counter
 
+import torch
+
 from config import Config, ConfigError, Start
 from data import EVAL_SEED, encoded_prompts
 from queues import Prompt, RolloutGroup
@@ -56,7 +58,7 @@ class Evaluation:
     @property
     def token_ids(self) -> set[tuple[int, ...]]:
         """Prompts that are not to be trained on."""
-        return {tuple(prompt_ids.tolist()) for _, prompt_ids, _ in self.prompts}
+        return {tuple(prompt_ids) for _, prompt_ids, _ in self.prompts}
 
     def begin(self, version: int) -> list[Prompt]:
         """The prompts of an evaluation of the newest weights, if one is due and none is running."""
@@ -65,9 +67,8 @@ class Evaluation:
         self.groups, issued = [], []
         kinds = [(1, 0.0)] * self.cfg.greedy + [(self.cfg.samples, self.cfg.temperature)] * (self.cfg.samples > 0)
         for (samples, temperature), (_, prompt_ids, row) in itertools.product(kinds, self.prompts):
-            issued.append(
-                Prompt(-1 - len(issued), version, samples, prompt_ids, row, temperature, eval_samples=self.samples)
-            )
+            ids, group_id = torch.tensor(prompt_ids), -1 - len(issued)
+            issued.append(Prompt(group_id, version, samples, ids, row, temperature, eval_samples=self.samples))
         return issued
 
     def take(self, group: RolloutGroup) -> dict | None:

@@ -265,8 +265,7 @@ def run(cfg: Config) -> int:
     finally:
         roles.stop(SHUTDOWN_S if dead else SAVE_S, interrupted, record)
         drain(channels.reports, record)
-        record.logs.close()
-        record.bar.close()
+        record.close()
     outcome = f"failed ({dead})" if dead else "interrupted" if interrupted else "complete"
     outcome += "" if (cfg.run_dir / "model").exists() or not cfg.trainers else ", model not saved"
     outcome += f", {record.troubles} troubles" if record.troubles else ""

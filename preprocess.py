@@ -222,7 +222,7 @@ class Preprocessor:
         held_out, unfinished = self.evaluation.token_ids, set(start.unfinished)
         stream = encoded_prompts(cfg, cfg.data, tokenizer, self.dropped, seed=cfg.seed, held_out=held_out)
         self.prompts = (p for p in stream if p[0] >= start.next_group or p[0] in unfinished)
-        self.next_prompt = next(self.prompts) if cfg.steps else (0, torch.tensor([0]), {})
+        self.next_prompt = next(self.prompts) if cfg.steps else (0, [], {})
         for reason in ("zero_variance", "verifier_failed"):
             self.dropped[reason] = start.dropped.get(reason, 0)
         self.finished: dict[int, RolloutGroup] = {}  # scored groups that wait for a batch, in the order they came
@@ -236,10 +236,9 @@ class Preprocessor:
         """All batches are sent and the evaluation of the final weights is in."""
         return self.admission.next_step == self.cfg.steps < self.evaluation.next_version
 
-    def as_the_engine_sees_it(self, prompt_ids: torch.Tensor) -> str:
+    def as_the_engine_sees_it(self, prompt_ids: list[int]) -> str:
         """What templates and tokenizers do to a prompt is best looked at."""
-        ids = prompt_ids.tolist()
-        return f"the first prompt as the engine sees it: {self.tokenizer.decode(ids)!r}\n  = {ids}"
+        return f"the first prompt as the engine sees it: {self.tokenizer.decode(prompt_ids)!r}\n  = {prompt_ids}"
 
     def issue_prompts(self) -> None:
         """Start groups while admission and the trainer's backlog allow and the actors' queue has room."""
@@ -249,7 +248,8 @@ class Preprocessor:
         needed = (cfg.steps - self.admission.next_step) * cfg.groups_per_batch
         while len(self.admission.outstanding) < needed and self.admission.may_start(version):
             group_id, prompt_ids, row = self.next_prompt
-            prompt = Prompt(group_id, version, cfg.group_size, prompt_ids, row, cfg.actor.temperature)
+            ids, temperature = torch.tensor(prompt_ids), cfg.actor.temperature
+            prompt = Prompt(group_id, version, cfg.group_size, ids, row, temperature)
             if not self.channels.prompts.put(prompt, timeout_s=0):
                 return
             self.admission.start(group_id, version)

@@ -161,6 +161,13 @@ class Record:
             with contextlib.suppress(OSError):  # the file may not be there
                 os.truncate(path, size)  # no half line
 
+    def close(self) -> None:
+        """Nothing more will come: an evaluation that was cut short leaves no weights."""
+        for folder in self.folder.glob("evaluated-*.unfinished"):
+            shutil.rmtree(folder, ignore_errors=True)
+        self.logs.close()
+        self.bar.close()
+
     def keep_best(self, version: int, **known) -> None:
         """Once an evaluation's result and its weights are both in: they become best/, unless older ones scored more."""
         found = self.evaluated[version] = self.evaluated.get(version, {}) | known

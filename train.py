@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from bench.flops import matmul_flops_per_s, training_flops
-from config import Config, Start
+from config import Config, Start, copy_model_files
 from policy import load_policy, to_device
 from queues import Channels, MicroBatch, Report, StepBatch, Stopped
 from weights import SharedMemoryWeights
@@ -208,9 +208,7 @@ class Trainer:
         unfinished = folder.with_name(folder.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         self.policy.lm.save_pretrained(unfinished, state_dict=state)
-        for path in self.cfg.model.iterdir():  # the tokenizer and whatever else belongs to the model
-            if path.is_file() and "safetensors" not in path.name and not (unfinished / path.name).exists():
-                shutil.copy(path, unfinished)
+        copy_model_files(self.cfg.model, unfinished)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
 

@@ -36,7 +36,7 @@ def show_eval(result: dict) -> str:
     kinds = [(name, key) for name, key in (("", "eval_accuracy"), ("greedy ", "eval_greedy")) if key in result]
     shown = [f"{n}{result[k]:.1%} ({100 * result[k + '_low']:.1f} – {100 * result[k + '_high']:.1f})" for n, k in kinds]
     counted = [f", {result[key]} {what}" for key, what in (("eval_failed", "calls failed"),) if result.get(key)]
-    return f"  held-out success {', '.join(shown)}{''.join(counted)}, version {result['eval_version']}"
+    return f"  held-out success {', '.join(shown) or 'unknown'}{''.join(counted)}, version {result['eval_version']}"
 
 
 def show_rollout(rollout: dict) -> str:

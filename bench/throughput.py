@@ -56,6 +56,7 @@ def bench_config(folder: Path) -> Config:
 
 def generate_alone(cfg: Config, channels, path: Path) -> None:
     """H sequences in flight and nothing else; the first that finish become the batches of `train_alone`."""
+    import torch
     from transformers import AutoTokenizer
 
     from actor import Engine
@@ -71,12 +72,13 @@ def generate_alone(cfg: Config, channels, path: Path) -> None:
             while len(in_flight) < cfg.actor.sequences:
                 waiting = waiting or [next(prompts)[1]] * cfg.group_size
                 prompt_ids = waiting.pop()
-                in_flight[engine.submit(prompt_ids.tolist(), cfg.actor.temperature)] = prompt_ids
+                in_flight[engine.submit(prompt_ids, cfg.actor.temperature)] = prompt_ids
             tokens = len(in_flight)  # a step makes one for each
             for request_id, rollout in engine.step().items():
                 prompt_ids = in_flight.pop(request_id)
                 if batches < BATCHES:
-                    sequences.append(Sequence(prompt_ids, rollout, advantage=(-1.0) ** len(sequences), weight=1.0))
+                    ids, advantage = torch.tensor(prompt_ids), (-1.0) ** len(sequences)
+                    sequences.append(Sequence(ids, rollout, advantage, weight=1.0))
             if len(sequences) >= cfg.batch_size:
                 batch, sequences = sequences[: cfg.batch_size], []
                 dealt = pack([len(s) for s in batch], cfg.preprocess.max_tokens_per_microbatch, ranks=1)[0]

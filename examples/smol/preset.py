@@ -21,7 +21,7 @@ def preset() -> Config:
         name="smol",
         model=Path(__file__).parent / "model",
         data=(SUMS,),
-        steps=100,
+        steps=70,
         batch_size=64,
         group_size=8,
         max_lag=4,
@@ -39,5 +39,5 @@ def preset() -> Config:
         # The trainer is the slow half here, so it only gets groups to learn from: not those all right or all wrong.
         preprocess=PreprocessConfig(zero_variance="drop", max_tokens_per_microbatch=1024, ready_batches=2),
         train=TrainConfig(lr=1e-5, warmup_steps=5, lr_schedule="linear"),
-        eval=EvalConfig(data=(SUMS,), every=50, prompts=256),  # other problems than those of training: other seed
+        eval=EvalConfig(data=(SUMS,), every=35, prompts=256),  # other problems than those of training: other seed
     )
