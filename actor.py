@@ -176,11 +176,15 @@ class Actor:
         prompt = self.channels.eval_prompts.get(timeout_s=0) if self.index == 0 else None
         if prompt is not None:
             self.waiting.extendleft([prompt] * prompt.samples)
-        elif not self.waiting and len(self.outbox) < 4:
+        elif not self.waiting and len(self.outbox) < 4 and not self._held_back():
             prompt = self.channels.prompts.get(timeout_s=0)
             if prompt is not None:
                 self.waiting.extend([prompt] * prompt.samples)
         return bool(self.waiting)
+
+    def _held_back(self) -> bool:
+        """Whether a training prompt may name weights that this actor must not load yet, but another one has."""
+        return self.cfg.actors > 1 and self.evals_left > 0 and self.channels.weights.version > self.engine.version
 
     def step(self) -> None:
         """Decode one token of every sequence in flight; send the groups that this finishes."""

@@ -93,7 +93,8 @@ def _wrong_sources(cfg: Config) -> Iterator[str]:
     if not any(cfg.data) and cfg.steps:
         yield "data is empty: name a .jsonl or .parquet file, hf:…, gym:… or `file.py:function`"
     if not any(cfg.eval.data) and (cfg.eval.every or not cfg.steps):
-        yield "eval.data is empty: name held-out rows, or turn evaluation off with --eval.every 0"
+        remedy = "or turn evaluation off with --eval.every 0" if cfg.steps else "with --data"
+        yield f"eval.data is empty: name held-out rows, {remedy}"
     for spec in (*(cfg.data if cfg.steps else ()), *(cfg.eval.data if cfg.eval.every else ())):
         check_source(spec, cfg)
     name = cfg.reward.function

@@ -15,6 +15,8 @@ from typing import Annotated, Literal
 import tyro
 from safetensors import safe_open
 
+ROW_BYTES = 2**18  # of a dataset row on its way to the verifier, at most
+
 
 class ConfigError(Exception):
     """Bad input, with a message that names the value and the remedy; the launcher exits with code 2."""
@@ -238,5 +240,5 @@ def uses_chat_template(cfg: Config) -> bool:
 def has_chat_template(model: Path) -> bool:
     """Seen in the files: the tokenizer need not be loaded for it."""
     config = model / "tokenizer_config.json"
-    in_config = config.is_file() and "chat_template" in json.loads(config.read_text())
-    return in_config or any((model / f"chat_template.{ending}").is_file() for ending in ("jinja", "json"))
+    in_config = config.is_file() and json.loads(config.read_text()).get("chat_template")
+    return bool(in_config) or any((model / f"chat_template.{ending}").is_file() for ending in ("jinja", "json"))

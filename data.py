@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import math
 import random
 import re
 from collections import Counter
@@ -21,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from config import Config, ConfigError, load_function, uses_chat_template
+from config import ROW_BYTES, Config, ConfigError, load_function, uses_chat_template
 
 EVAL_SEED = 1_234_567  # of held-out rows, whatever the run's seed: runs are compared on the same prompts
 CHECKED_ROWS = 100_000  # so many rows of a source are looked at before a run starts, the rest as they are used
@@ -79,7 +80,15 @@ def open_source(spec: str) -> Source:
         return Source(f"dataset {path}", lines, "line")
     if not spec.removeprefix("python:").rpartition(":")[0].endswith(".py"):
         raise ConfigError(f"data {spec!r}: want a .jsonl or .parquet file, hf:…, gym:… or `file.py:function`")
-    return Source(spec, generate=load_function(spec))
+    function = load_function(spec)
+
+    def generate(seed: int) -> Iterator:
+        try:
+            yield from function(seed)
+        except Exception as error:
+            raise ConfigError(f"{spec} failed: {error!r}") from error
+
+    return Source(spec, generate=generate)
 
 
 def _need(package: str, spec: str) -> None:
@@ -130,33 +139,37 @@ def _gym_source(rest: str) -> Source:
 
 
 def checked_row(raw: Any, where: str, cfg: Config) -> dict:
-    """`prompt` and `answer` as texts, of plain values throughout. Raises ConfigError that says where and what is
-    missing.
+    """`prompt` (unless there are `messages` instead) and `answer` as texts, all else as it was, of plain values
+    throughout. Raises ConfigError that says where and what is missing.
 
     >>> checked_row('{"question": "1 + 1", "answer": 2}', "line 7", cfg)  # with prompt_key "question"
-    {"question": "1 + 1", "answer": "2", "prompt": "1 + 1"}
+    {"question": "1 + 1", "prompt": "1 + 1", "answer": "2"}
     """
     row = raw
     if isinstance(raw, bytes | str):
         try:
             row = json.loads(raw)
-        except ValueError as error:  # not JSON, or not UTF-8
+        except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or brackets without end
             raise ConfigError(f"{where}: not JSON ({error}): {raw[:100]!r}") from None
     if not isinstance(row, dict):
         raise ConfigError(f'{where}: want an object with "prompt" and "answer", got {shortened(row)}')
     prompt, answer = row.get(cfg.prompt.prompt_key), row.get(cfg.prompt.answer_key)
-    if (messages := row.get("messages")) is not None and prompt is None:
-        if not _are_messages(messages):
-            want = 'a list of {"role": …, "content": text}, the last of them the user\'s'
-            raise ConfigError(f'{where}: "messages" is not {want}: {shortened(row)}')
-        prompt = messages[-1]["content"]
-    if not isinstance(prompt, str) or not prompt:
-        raise ConfigError(f'{where}: "{cfg.prompt.prompt_key}" is missing or not a text: {shortened(row)}')
-    if not isinstance(answer, str | int | float) or isinstance(answer, bool):
-        raise ConfigError(f'{where}: "{cfg.prompt.answer_key}" is missing or not a text: {shortened(row)}')
-    row = row | {"prompt": prompt, "answer": str(answer)}
-    with contextlib.suppress(TypeError, OverflowError, UnicodeError):
-        if msgspec.msgpack.decode(msgspec.msgpack.encode(row)) == row:
+    row = {key: value for key, value in row.items() if key != "prompt"}
+    if prompt is not None or row.get("messages") is None:  # beside a prompt, `messages` are for the verifier alone
+        if not isinstance(prompt, str) or not prompt:
+            raise ConfigError(f'{where}: "{cfg.prompt.prompt_key}" is missing or not a text: {shortened(raw)}')
+        row["prompt"] = prompt
+    elif not _are_messages(row["messages"]):
+        want = 'a list of {"role": …, "content": text}, the last of them the user\'s'
+        raise ConfigError(f'{where}: "messages" is not {want}: {shortened(raw)}')
+    number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
+    if not (number or isinstance(answer, str)):
+        raise ConfigError(f'{where}: "{cfg.prompt.answer_key}" is missing or not a text: {shortened(raw)}')
+    row["answer"] = str(answer)
+    with contextlib.suppress(TypeError, OverflowError, UnicodeError, RecursionError):
+        if msgspec.msgpack.decode(encoded := msgspec.msgpack.encode(row)) == row:
+            if len(encoded) > ROW_BYTES:
+                raise ConfigError(f"{where}: {len(encoded):,} bytes, more than the {ROW_BYTES:,} of a row")
             return row
     what = f"{shortened(row)} would not reach the verifier as it is"
     raise ConfigError(f"{where}: {what}: want text, numbers, lists and dicts")
@@ -167,6 +180,11 @@ def _are_messages(messages: Any) -> bool:
     right = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
     texts = right and all(isinstance(m.get(key), str) for m in messages for key in ("role", "content"))
     return bool(texts and messages[-1]["content"] and messages[-1]["role"] != "assistant")
+
+
+def prompt_text(row: dict) -> str:
+    """What a row asks, to be shown."""
+    return row["prompt"] if "prompt" in row else row["messages"][-1]["content"]
 
 
 def shortened(row: Any) -> str:
@@ -230,9 +248,8 @@ def prompt_encoder(cfg: Config, tokenizer) -> Callable[[dict, str], list[int]]:
     chat = uses_chat_template(cfg)
 
     def encode(row: dict, where: str) -> list[int]:
-        if row.get("messages") is not None:
-            messages = row["messages"]
-        else:
+        messages = row.get("messages")
+        if "prompt" in row:
             messages = [{"role": "user", "content": cfg.prompt.wrap.replace("{prompt}", row["prompt"])}]
         if chat:
             if cfg.prompt.system and messages[0]["role"] != "system":
@@ -248,7 +265,7 @@ def prompt_encoder(cfg: Config, tokenizer) -> Callable[[dict, str], list[int]]:
                 f"{where}: several messages, and no chat template (prompt.template): {shortened(messages)}"
             )
         if not ids:
-            raise ConfigError(f"{where}: the tokenizer makes no token of {row['prompt']!r}")
+            raise ConfigError(f"{where}: the tokenizer makes no token of {shortened(messages)}")
         while len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:  # the text had one already
             ids = ids[1:]
         return ids

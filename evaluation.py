@@ -16,7 +16,7 @@ import torch
 
 from config import Config, ConfigError, Start
 from data import EVAL_SEED, encoded_prompts
-from queues import Prompt, RolloutGroup
+from queues import Prompt, Rollout, RolloutGroup
 
 Z = 1.96  # 95%
 
@@ -86,12 +86,22 @@ class Evaluation:
         sampled = [group for group in self.groups if group.prompt.temperature > 0]
         self.groups = None
         return {"eval_version": version} | success("eval_accuracy", sampled) | success("eval_greedy", greedy) | {
+            **{f"eval_verifier/{name}": value for name, value in metric_means(rollouts).items()},
             "eval_prompts": len(self.prompts),
+            "eval_samples": self.samples,
             "eval_failed": sum(bool(rollout.failure) for rollout in rollouts),
             "eval_truncated": statistics.fmean(rollout.finish_reason == "length" for rollout in rollouts),
             "eval_completion_tokens": statistics.fmean(len(rollout.completion_ids) for rollout in rollouts),
             **{f"eval_skipped_{reason}": n for reason, n in self.skipped.items()},
         }  # fmt: skip
+
+
+def metric_means(rollouts: list[Rollout]) -> dict[str, float]:
+    """Of what verifiers said beside the reward, by name: the mean over the samples that have it."""
+    named: dict[str, list[float]] = {}
+    for name, value in itertools.chain.from_iterable(rollout.metrics.items() for rollout in rollouts):
+        named.setdefault(name, []).append(value)
+    return {name: statistics.fmean(values) for name, values in sorted(named.items())}
 
 
 def success(name: str, groups: list[RolloutGroup]) -> dict:

@@ -47,14 +47,15 @@ def parse(argv: list[str]) -> Config:
         raise ConfigError(f"unknown preset {preset!r}: the first argument is one of {', '.join(known)} (see --help)")
     default = known[preset]() if preset else Config()
     if only_eval:
-        name, samples = time.strftime("eval-%Y%m%d-%H%M%S"), dataclasses.replace(default.eval, keep_best=False)
-        default = dataclasses.replace(default, name=name, data=default.eval.data, eval=samples, steps=0, trainers=0)
+        name, once = time.strftime("eval-%Y%m%d-%H%M%S"), dataclasses.replace(default.eval, every=1, keep_best=False)
+        default = dataclasses.replace(default, name=name, data=default.eval.data, eval=once, steps=0, trainers=0)
     names = "\n".join(f"  {name:8s} {function.__doc__}" for name, function in known.items())
     names += "\n  eval     [preset] --model FOLDER --data ROWS: only evaluate"
     description = f"PipelineRL, minimal and hackable.\n\npresets:\n{names}\n\nfields, with the values of `{preset}`:"
     cfg = tyro.cli(Config, default=default, args=args, prog="launch.py PRESET", description=description)
     if only_eval:
-        cfg = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, data=cfg.data))
+        data = cfg.data if cfg.eval.data == default.eval.data else cfg.eval.data  # either name of the option will do
+        cfg = dataclasses.replace(cfg, data=data, eval=dataclasses.replace(cfg.eval, data=data, every=1))
     return dataclasses.replace(cfg, model=model_folder(cfg.model))
 
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import torch
 
 from config import Config, Start
-from data import encoded_prompts
-from evaluation import Evaluation
+from data import encoded_prompts, prompt_text
+from evaluation import Evaluation, metric_means
 from queues import Channels, MicroBatch, Prompt, Report, Rollout, RolloutGroup, StepBatch
 
 
@@ -187,19 +187,19 @@ def make_step_batches(
     return [StepBatch(step, micro_batches, normaliser, metrics, stream or {}) for micro_batches in packed]
 
 
-def batch_metrics(cfg: Config, groups: list[RolloutGroup], dropped_rewards: list[float]) -> dict:
-    """Of a step before it is trained. Rewards count dropped groups as well: those that are all right are progress."""
+def batch_metrics(cfg: Config, groups: list[RolloutGroup], dropped: list[RolloutGroup]) -> dict:
+    """Of a step before it is trained. What verifiers said counts dropped groups as well: those that are all right are
+    progress."""
     rollouts = [rollout for group in groups for rollout in verified(group)]
-    rewards = [rollout.reward for rollout in rollouts] + dropped_rewards
-    named: dict[str, list[float]] = {}  # means over the samples that have them
-    for group in groups:
-        for rollout in verified(group):
-            tasks = {f"task/{group.prompt.row['task']}": rollout.reward} if "task" in group.prompt.row else {}
-            for name, value in (tasks | {f"verifier/{n}": v for n, v in rollout.metrics.items()}).items():
-                named.setdefault(name, []).append(value)
-    return {name: statistics.fmean(values) for name, values in sorted(named.items())} | {
+    seen = [(group.prompt.row, rollout) for group in groups + dropped for rollout in verified(group)]
+    rewards, tasks = [rollout.reward for _, rollout in seen], {}
+    for row, rollout in seen:
+        if "task" in row:
+            tasks.setdefault(f"task/{row['task']}", []).append(rollout.reward)
+    named = {f"verifier/{name}": value for name, value in metric_means([rollout for _, rollout in seen]).items()}
+    return named | {task: statistics.fmean(values) for task, values in sorted(tasks.items())} | {
         "samples": len(rollouts),
-        "failed_samples": sum(len(group.rollouts) for group in groups) - len(rollouts),
+        "failed_samples": sum(len(group.rollouts) for group in groups + dropped) - len(seen),
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
         "length_penalty": statistics.fmean(length_penalty(cfg, rollout) for rollout in rollouts),
@@ -227,7 +227,7 @@ class Preprocessor:
             self.dropped[reason] = start.dropped.get(reason, 0)
         self.finished: dict[int, RolloutGroup] = {}  # scored groups that wait for a batch, in the order they came
         self.dropped_in_a_row = 0
-        self.dropped_rewards: list[float] = []  # of the samples of groups dropped since the last batch
+        self.dropped_groups: list[RolloutGroup] = []  # since the last batch
         shown = self.evaluation.prompts[0] if not cfg.steps else self.next_prompt
         self.channels.reports.put(Report("note", {"what": self.as_the_engine_sees_it(shown[1])}))
 
@@ -265,7 +265,7 @@ class Preprocessor:
         returns = [rollout.reward - length_penalty(self.cfg, rollout) for rollout in verified(group)]
         failed = len(returns) < 2  # nothing is left for a baseline
         if failed or (self.cfg.preprocess.zero_variance == "drop" and has_no_variance(returns)):
-            self.dropped_rewards += [rollout.reward for rollout in verified(group)]
+            self.dropped_groups.append(group)
             self.dropped["verifier_failed" if failed else "zero_variance"] += 1
             self.admission.drop(group.prompt.group_id)
             self.dropped_in_a_row += 1
@@ -296,11 +296,11 @@ class Preprocessor:
             if group_ids is None:
                 return
             groups = [self.finished.pop(group_id) for group_id in group_ids]
-            metrics = batch_metrics(self.cfg, groups, self.dropped_rewards) | {
+            metrics = batch_metrics(self.cfg, groups, self.dropped_groups) | {
                 "queue_rollouts": len(self.channels.rollouts)
             }
             metrics |= {f"dropped_{reason}": n for reason, n in self.dropped.items()}
-            self.dropped_rewards = []
+            self.dropped_groups = []
             batches = make_step_batches(self.cfg, step, groups, self.cfg.trainers, metrics, self.stream_position())
             self.report_rollout(step, groups[0])
             for queue, batch in reversed(list(zip(self.channels.batches, batches, strict=True))):
@@ -321,7 +321,7 @@ class Preprocessor:
     def about(group: RolloutGroup) -> dict:
         """A group's first sample, without its tokens."""
         rollout, row = group.rollouts[0], group.prompt.row
-        values = {"prompt": row["prompt"], "answer": row["answer"], "reward": rollout.reward}
+        values = {"prompt": prompt_text(row), "answer": row["answer"], "reward": rollout.reward}
         return values | {"failure": rollout.failure, "finish_reason": rollout.finish_reason}
 
     def report_rollout(self, step: int, group: RolloutGroup) -> None:

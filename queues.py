@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import torch
 
-from config import Config, model_layout
+from config import ROW_BYTES, Config, model_layout
 from memory import SharedMemory
 from weights import SharedMemoryWeights
 
@@ -120,7 +120,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class Report:
-    """For the launcher to show or write: `kind` is "step", "actor", "eval", "rollout", "checkpoint" or "trouble"."""
+    """For the launcher to show or write: `kind` is one of those that `Record.take` knows."""
 
     kind: str
     values: dict
@@ -224,7 +224,7 @@ class Channels:
 
 def make_channels(cfg: Config, context) -> Channels:
     """All queues, sized so that the largest message the configuration allows fits; memory is taken when used."""
-    stop, row_bytes = context.Value("b", 0, lock=False), 2**18
+    stop, row_bytes = context.Value("b", 0, lock=False), ROW_BYTES + 2**12
     prompt_tokens, completion_tokens = cfg.actor.max_prompt_tokens, cfg.actor.max_completion_tokens
     samples = max(cfg.group_size, cfg.eval.samples)
     group_bytes = row_bytes + 8 * prompt_tokens + samples * (24 * completion_tokens + 4096)

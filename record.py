@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import shutil
 import time
@@ -21,11 +22,12 @@ from config import Config, copy_model_files
 START = time.monotonic()
 
 
-def tensorboard(cfg: Config) -> tuple[Callable[[dict, int], None], Callable[[], None]]:
-    """A function that takes metrics and the step, and one that ends it; so are the others."""
+def tensorboard(cfg: Config, first_step: int) -> tuple[Callable[[dict, int], None], Callable[[], None]]:
+    """A function that takes metrics and the step, and one that ends it; so are the others. A resume goes on at
+    `first_step`: what the run did after its checkpoint is purged."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(cfg.run_dir / "tensorboard")
+    writer = SummaryWriter(cfg.run_dir / "tensorboard", purge_step=first_step if first_step > 1 else None)
 
     def log(values: dict, step: int) -> None:
         for name, value in values.items():
@@ -35,7 +37,7 @@ def tensorboard(cfg: Config) -> tuple[Callable[[dict, int], None], Callable[[], 
     return log, writer.close
 
 
-def wandb(cfg: Config) -> tuple[Callable[[dict, int], None], Callable[[], None]]:
+def wandb(cfg: Config, _: int) -> tuple[Callable[[dict, int], None], Callable[[], None]]:
     """Account, project and mode are those of the environment (WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE)."""
     import wandb
 
@@ -44,7 +46,7 @@ def wandb(cfg: Config) -> tuple[Callable[[dict, int], None], Callable[[], None]]
     return lambda values, step: run.log(values | {"step": step}), run.finish
 
 
-def trackio(cfg: Config) -> tuple[Callable[[dict, int], None], Callable[[], None]]:
+def trackio(cfg: Config, _: int) -> tuple[Callable[[dict, int], None], Callable[[], None]]:
     """Shown by `trackio show`; kept where TRACKIO_DIR says."""
     import trackio
 
@@ -63,13 +65,13 @@ def resolved(cfg: Config) -> dict:
 class Logs:
     """The metrics of every step and evaluation, one dictionary, to all that `cfg.log` names."""
 
-    def __init__(self, cfg: Config, trouble: Callable[[str], None]):
+    def __init__(self, cfg: Config, first_step: int, trouble: Callable[[str], None]):
         names = cfg.log.split(",") if cfg.log not in ("auto", "none") else []
         if cfg.log == "auto" and importlib.util.find_spec("tensorboard"):
             names = ["tensorboard"]
         self.trouble, self.sinks = trouble, {}
         for name in names:
-            self._try(name, lambda name=name: self.sinks.update({name: SINKS[name](cfg)}))
+            self._try(name, lambda name=name: self.sinks.update({name: SINKS[name](cfg, first_step)}))
 
     def write(self, values: dict, step: int) -> None:
         numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
@@ -102,14 +104,17 @@ class Record:
         self.in_flight: dict[int, int] = {}  # actor -> sequences
         self.done = Counter()  # by the actors since the last step
         self.verified, self.longest_call_s = Counter(), 0.0  # by the verifiers since the last step
-        best = self.folder / "best" / "eval.json"
-        self.best = json.loads(best.read_text()) if best.is_file() else {}  # the evaluation that scored best
+        best, old = self.folder / "best", self.folder / "best.old"
+        if old.exists() and not best.exists():
+            old.rename(best)
+        # The evaluation that scored best.
+        self.best = json.loads((best / "eval.json").read_text()) if (best / "eval.json").is_file() else {}
         self.evaluated: dict[
             int, dict
         ] = {}  # version -> what is known of it: its "result", that its "weights" are there
         options = {"total": cfg.steps, "initial": len(self.steps), "unit": "step", "desc": "starting"}
         self.bar = tqdm(**options, dynamic_ncols=True, disable=None)
-        self.logs = Logs(cfg, self.trouble)
+        self.logs = Logs(cfg, self.first_step, self.trouble)
 
     @property
     def time_s(self) -> float:
@@ -173,20 +178,29 @@ class Record:
         found = self.evaluated[version] = self.evaluated.get(version, {}) | known
         if not self.cfg.eval.keep_best or len(found) < 2:
             return
-        folder, best, score = self.cfg.evaluated_dir(version), self.folder / "best", eval_score(found["result"])
+        folder, best, old = self.cfg.evaluated_dir(version), self.folder / "best", self.folder / "best.old"
         del self.evaluated[version]
         try:
-            if score is None or (self.best and score <= (eval_score(self.best) or 0.0)):
+            if self.score(found["result"]) <= self.score(self.best):
                 shutil.rmtree(folder)
                 return
             copy_model_files(self.cfg.model, folder)
             (folder / "eval.json").write_text(json.dumps(found["result"]) + "\n")
-            shutil.rmtree(best, ignore_errors=True)
-            folder.rename(best)
+            if best.exists():
+                best.rename(old)
+            folder.rename(best)  # a kill between the two leaves best.old
+            shutil.rmtree(old, ignore_errors=True)
             self.best = found["result"]
         except OSError as error:
             self.trouble(f"the weights of version {version}, the best so far, were not kept: {error}")
             shutil.rmtree(folder, ignore_errors=True)
+
+    def score(self, result: dict) -> float:
+        """By which evaluations are compared: the mean over the samples, or pass@1 where there are none. None of more
+        than 5% failed calls is the best: it would be that of what could be verified."""
+        if result.get("eval_failed", 0) > 0.05 * result.get("eval_samples", 0):
+            return -math.inf
+        return result.get("eval_accuracy" if self.cfg.eval.samples else "eval_greedy", -math.inf)
 
     def complete_checkpoint(self, start: dict) -> None:
         """All ranks have written theirs: flush what belongs to it, give it its name, delete the oldest."""
@@ -233,11 +247,6 @@ class Record:
         self.bar.write(show_step(line))
         self.bar.set_description(f"reward {line['reward']:.2f}", refresh=False)
         self.bar.update()
-
-
-def eval_score(result: dict) -> float | None:
-    """By which evaluations are compared: the mean over the samples, or pass@1 where there are none."""
-    return result.get("eval_accuracy", result.get("eval_greedy"))
 
 
 def checkpoints(cfg: Config) -> list[Path]:

@@ -14,6 +14,7 @@ no part in its group's baseline or in the loss. Text exists for the verifier onl
 never made from text again.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import errno
@@ -38,6 +39,7 @@ from config import Config, RewardConfig, load_function
 from queues import Channels, Report, Rollout, RolloutGroup
 from verify import PACKAGES, VERIFIERS
 
+MOST_FAILED = 64  # calls in a row: then it is the verifier, not the completions
 OUTPUT_BYTES = 2**26  # of what a worker prints, and of any file it writes; over it, writing raises OSError
 
 
@@ -59,6 +61,11 @@ def load_verifier(spec: str) -> Callable[[str, dict], Any]:
     return VERIFIERS[spec] if spec in VERIFIERS else load_function(spec)
 
 
+def text_of(error: str) -> str:
+    """What a message can carry: no half characters."""
+    return error[-4000:].encode(errors="replace").decode()
+
+
 def verdict(value: Any) -> Verdict:
     """What a verifier returned: a finite number, or a dict of such with one named `reward`. Otherwise a failure.
 
@@ -66,7 +73,7 @@ def verdict(value: Any) -> Verdict:
     Verdict(reward=1.0, metrics={"digits": 3.0}, failure="", detail="")
     """
     named = value if isinstance(value, dict) else {"reward": value}
-    if "reward" in named and len(named) <= 33 and all(isinstance(name, str) and len(name) <= 64 for name in named):
+    if "reward" in named and len(named) <= 33 and all(_is_name(name) for name in named):
         try:  # numpy's and torch's numbers count as well, as long as they are one
             numbers = {name: math.nan if isinstance(x, str) else float(x) for name, x in named.items()}
         except (TypeError, ValueError, RuntimeError):
@@ -74,12 +81,28 @@ def verdict(value: Any) -> Verdict:
         if all(map(math.isfinite, numbers.values())):
             return Verdict(numbers.pop("reward"), numbers)
     want = 'a finite number, or {"reward": number, up to 32 more names: numbers}'
-    return Verdict(failure="error", detail=f"it returned {value!r:.500}, want {want}")
+    return Verdict(failure="error", detail=text_of(f"it returned {value!r:.500}, want {want}"))
 
 
-def serve(pipe: connection.Connection, verify: Callable, memory_gib: float, log: Path, role: int) -> None:
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and len(name) <= 64 and name.isprintable()
+
+
+def guard(pids: int) -> None:
+    """Outlives a role that is killed, and then kills what its verifiers had started, which the kernel does not."""
+    groups = []
+    while pid := os.read(pids, 4):
+        groups.append(int.from_bytes(pid, "little"))
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def serve(pipe: connection.Connection, verify: Callable, memory_gib: float, log: Path, role: int, pids: int) -> None:
     """A worker's life: calls come in, verdicts go out. It is forked, so what the verifier needs is loaded already."""
     os.setsid()  # so that what a verifier starts can be killed with it
+    os.write(pids, os.getpid().to_bytes(4, "little"))
+    os.close(pids)  # the guard is to see when the role is gone, not when the last worker is
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not survive the role
     if os.getppid() != role:
         os._exit(1)
@@ -101,7 +124,7 @@ def serve(pipe: connection.Connection, verify: Callable, memory_gib: float, log:
             answer = Verdict(failure="memory", detail=f"it took more than {memory_gib} GiB")
         except Exception as error:
             endless = isinstance(error, OSError) and error.errno == errno.EFBIG
-            answer = Verdict(failure="output" if endless else "error", detail=traceback.format_exc(limit=-8)[-4000:])
+            answer = Verdict(failure="output" if endless else "error", detail=text_of(traceback.format_exc(limit=-8)))
         signal.setitimer(signal.ITIMER_REAL, 0)  # a timer that it has left running is not to hit the next call
         pipe.send_bytes(msgspec.msgpack.encode(answer))
 
@@ -112,15 +135,14 @@ class Worker:
 
     process: multiprocessing.Process
     pipe: connection.Connection
+    log: Path
     key: Any = None  # of the call; None: it is free
     began: float = 0.0
 
     def kill(self) -> None:
-        for pid, kill in ((self.process.pid, os.killpg), (self.process.pid, os.kill)):
-            try:
-                kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # not a group of its own yet, or gone
+        with contextlib.suppress(ProcessLookupError):  # not a group of its own yet, or gone
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.join()
         self.pipe.close()
 
@@ -134,15 +156,24 @@ class Pool:
         self.waiting: deque[tuple[Any, bytes]] = deque()  # key, the call
         self.done = Counter()  # calls, their seconds and failures since the last report
         self.longest_s = 0.0
+        read, self.pids = os.pipe()
+        self.guard = self.context.Process(target=self._guard, args=(read,), name="verifier-guard")
+        self.guard.start()
+        os.close(read)
         self.workers = [self._start(i) for i in range(cfg.workers)]
+
+    def _guard(self, read: int) -> None:
+        os.close(self.pids)
+        guard(read)
 
     def _start(self, index: int) -> Worker:
         ours, theirs = self.context.Pipe()
-        arguments = (theirs, self.verify, self.cfg.memory_gib, self.logs / f"verifier-{index}.log", os.getpid())
+        log = self.logs / f"verifier-{index}.log"
+        arguments = (theirs, self.verify, self.cfg.memory_gib, log, os.getpid(), self.pids)
         process = self.context.Process(target=serve, args=arguments, name=f"verifier-{index}")
         process.start()
         theirs.close()  # ours is then told when the worker dies
-        return Worker(process, ours)
+        return Worker(process, ours, log)
 
     def submit(self, key: Any, text: str, row: dict) -> None:
         self.waiting.append((key, msgspec.msgpack.encode((text, row))))
@@ -184,7 +215,10 @@ class Pool:
             return msgspec.msgpack.decode(worker.pipe.recv_bytes(), type=Verdict)
         except (EOFError, OSError):
             worker.process.join(1.0)  # for its exit code
-            return Verdict(failure="crash", detail=f"its worker ended with code {worker.process.exitcode}")
+            said = worker.log.read_bytes()[-2000:].decode(errors="replace") if worker.log.exists() else ""
+            return Verdict(
+                failure="crash", detail=f"its worker ended with code {worker.process.exitcode}\n{said}".strip()
+            )
 
     def _ended(self, index: int, verdict: Verdict) -> tuple[Any, Verdict]:
         worker = self.workers[index]
@@ -199,15 +233,16 @@ class Pool:
             self.workers[index] = self._start(index)
         return key, verdict
 
-    def report(self) -> dict:
-        """What was done since the last report."""
-        values, self.done = dict(self.done) | {"longest_s": self.longest_s}, Counter()
-        self.longest_s = 0.0
-        return values
+    def report(self, send: Callable[[dict], bool]) -> None:
+        """What was done since the last report; if there is no room for it, it joins the next."""
+        if send(dict(self.done) | {"longest_s": self.longest_s}):
+            self.done, self.longest_s = Counter(), 0.0
 
     def close(self) -> None:
         for worker in self.workers:
             worker.kill()
+        os.close(self.pids)
+        self.guard.join()
 
 
 class Scorer:
@@ -217,7 +252,7 @@ class Scorer:
         self.cfg, self.channels, self.pool, self.decode = cfg, channels, pool, decode
         self.groups: dict[int, tuple[RolloutGroup, list[Rollout | None]]] = {}  # group id -> it, its scored samples
         self.outbox: deque[RolloutGroup] = deque()
-        self.failures_shown, self.reported = 0, time.monotonic()
+        self.failures_shown, self.failed_in_a_row, self.reported = 0, 0, time.monotonic()
 
     def take(self, group: RolloutGroup) -> None:
         """Its samples to the pool."""
@@ -228,15 +263,18 @@ class Scorer:
 
     def settle(self, key: tuple[int, int], verdict: Verdict) -> None:
         """One sample's verdict; the last one of a group sends it on. Raises RuntimeError, with the row, for a function
-        that raised or returned no number, unless such calls are to be counted."""
+        that raised or returned no number, unless such calls are to be counted; and for too many failures in a row."""
         group, scored = self.groups[key[0]]
         rollout = group.rollouts[key[1]]
+        self.failed_in_a_row = self.failed_in_a_row + 1 if verdict.failure else 0
         if verdict.failure:
             text, row = self.decode(rollout.completion_ids.tolist()), group.prompt.row
             what = f"verifier {self.cfg.reward.function}: {verdict.failure}: {verdict.detail}"
             where = f"completion: {text!r:.500}\nrow: {row!r:.1000}"
             if verdict.failure == "error" and self.cfg.reward.errors == "stop":
                 raise RuntimeError(f"{what}\n{where}\n(--reward-errors count goes on, with such samples left out)")
+            if self.failed_in_a_row >= MOST_FAILED:
+                raise RuntimeError(f"the last {MOST_FAILED} calls failed, the very last:\n{what}\n{where}")
             if self.failures_shown < 3:
                 self.failures_shown += 1
                 self.channels.reports.put(Report("note", {"what": f"a call failed, {what}\n{where}"}))
@@ -257,12 +295,12 @@ class Scorer:
             self.take(group)
         for key, verdict in self.pool.collect(wait_s=0.005 if self.groups else 0.0):
             self.settle(key, verdict)
-        while self.outbox and self.channels.rollouts.put(self.outbox[0], timeout_s=0):
+        while self.outbox and self.channels.rollouts.put(self.outbox[0], timeout_s=0 if self.groups else 0.05):
             self.outbox.popleft()
         if (now := time.monotonic()) - self.reported > 0.5:
-            values = self.pool.report() | {"running_s": (now - self.reported) * cfg.reward.workers}
-            self.channels.reports.put(Report("reward", values))
+            self.pool.done["running_s"] += (now - self.reported) * cfg.reward.workers
             self.reported = now
+            self.pool.report(lambda values: self.channels.reports.put(Report("reward", values), timeout_s=0))
 
 
 def main(cfg: Config, channels: Channels, *_) -> None:

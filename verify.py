@@ -104,7 +104,7 @@ TIDY |= {"²": "^2", "³": "^3", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾
 TIDY |= {r"\%": "%", "{,}": ",", r"\,": "", r"\! ": "", r"\!": "", r"\;": " ", r"\ ": " ", r"\left": "", r"\right": ""}
 TIDY |= dict.fromkeys(["$", r"\$", r"\(", r"\)", r"\[", r"\]", "°", r"^\circ", r"^{\circ}"], "")
 TIDY_KEYS = re.compile(rf"(?<!\\)(?:{'|'.join(map(re.escape, TIDY))})(?!arrow)")
-UNIT = r"(?:\ (?!(?:pi|dozen|hundred|thousand|[mbtr]+illion)\b)(?:[A-Za-z]{2,}|m)(?:[ /][A-Za-z]+)*(?:\ ?\^\{?\d\}?)?)?"
+UNIT = r"(\ (?!(?:pi|dozen|hundred|thousand|[mbtr]+illion)\b)(?:[A-Za-z]{2,}|m)(?:[ /][A-Za-z]+)*(?:\ ?\^\{?\d\}?)?)?"
 PLAIN = re.compile(rf"\+?{NUMBER.pattern}(\ ?%|\ percent)?{UNIT}", re.ASCII)
 PROSE = re.compile(r"(?<![\\{a-zA-Z])(?!(?:and|sin|cos|tan|log|exp)\b)[^\W\d_]{3,}|\b(?:is|it|so|we|of|to|by|at)\b")
 LATEX = r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]|(-?\\[dt]?frac\{[^{}]*\}\{[^{}]*\})"
@@ -145,6 +145,12 @@ def _formula(text: str) -> str:
     return "-" * (value < 0) + literal + "%" * bool(plain[5])
 
 
+def _one_unit(said: str, want: str) -> bool:
+    """Short units must be the same, cm is not m; words may be others for it, and one may be left out."""
+    said, want = said.strip(), want.strip()
+    return not said or not want or said == want or max(len(said), len(want)) > 3
+
+
 def _same(said: str, want: str) -> bool:
     """Whether two tidy answers are equal, by the first that can tell: text, plain numbers, brackets, math-verify."""
     texts = [
@@ -154,7 +160,7 @@ def _same(said: str, want: str) -> bool:
         return "" not in texts
     a, b = PLAIN.fullmatch(said), PLAIN.fullmatch(want)
     if a and b:
-        equal = _value(a) is not None and _value(a) == _value(b)
+        equal = _value(a) is not None and _value(a) == _value(b) and _one_unit(a[6] or "", b[6] or "")
         if equal or not (a[5] or b[5] or bool(a[4]) != bool(b[4])):  # 50% and 0.5, 1/3 and 0.3333333: let it judge
             return equal
     if re.fullmatch(r"[A-Za-z][a-z]{3,}[A-Za-z' .-]*|[A-Z]", want):
@@ -186,6 +192,7 @@ def math(completion: str, row: dict) -> float:
     if said is None:
         stated = _stated(completion)
         said = completion if stated is None else _clause(stated)
+        said = said[-2000:]  # a degenerate completion repeats what it has without end
         if PROSE.search(said) and (PLAIN.fullmatch(want) or not PROSE.search(want)):
             match = _last(rf"{LATEX}|{NUMBER.pattern}", said, re.DOTALL | re.ASCII)
             said = next(filter(None, match.groups()[:4]), match[0]) if match else said

@@ -14,6 +14,7 @@ import dataclasses
 import multiprocessing
 import os
 import platform
+import shutil
 import statistics
 import sys
 import tempfile
@@ -83,6 +84,7 @@ def main() -> None:
     finally:
         for process in running.processes.values():
             process.kill()
+        shutil.rmtree(folder)
     (alone, samples), (slow, _) = (map(statistics.median, zip(*found, strict=True)) for found in rates.values())
     ratios = [b[0] / a[0] for a, b in zip(rates[0.0], rates[SLEEP_S], strict=True)]
     print(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {args.turns} turns of each, {args.turn_s:g} s")

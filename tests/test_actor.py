@@ -138,6 +138,21 @@ def test_evaluation_goes_first_and_the_weights_stand_still_until_it_is_done():
     assert len(evals) == 2 and all(set(group.rollouts[0].versions.tolist()) == {0} for group in evals)
 
 
+def test_training_prompt_that_needs_newer_weights_than_an_evaluation_allows_is_left_to_other_actors():
+    for actors, left in ((1, 0), (2, 1)):
+        actor = make_actor(sequences=4)
+        actor.cfg = changed(actor.cfg, actors=actors)
+        put(actor, -1, 0, samples=1, evals=1)
+        tick(actor)
+        actor.channels.weights.version = 1
+        put(actor, 0, 1)
+        tick(actor)
+        assert actor.evals_left and len(actor.channels.prompts) == left
+        for _ in range(2 * LENGTH):
+            tick(actor)
+        assert not actor.evals_left and not len(actor.channels.prompts)
+
+
 def test_drain_does_not_wait_for_ever_for_an_evaluation_that_is_half_submitted():
     actor = make_actor(sequences=2, update="drain")
     for group_id in range(-1, -4, -1):

@@ -66,6 +66,12 @@ def refused(capsys, *argv) -> str:
         (["tiny", "--eval.samples", "0", "--eval.no-greedy"], "nothing to evaluate"),
         (["tiny", "--log", "tensorboard,wandbe"], "log 'wandbe': want auto, none, or some of tensorboard"),
         (["tiny", "--data", "gym:chain_sum@0"], "its weight in the mixture is 0"),
+        (["eval", "tiny", "--data", "/nowhere.jsonl"], "dataset /nowhere.jsonl: no such file"),
+        (["eval", "tiny", "--eval.data", "/nowhere.jsonl"], "dataset /nowhere.jsonl: no such file"),
+        (
+            ["eval", "--model", str(MODEL), "--actor.max-completion-tokens", "64", "--actor.max-prompt-tokens", "64"],
+            "eval.data is empty: name held-out rows, with --data",
+        ),
         (["tiny", "--steps", "0"], "steps is 0: want at least 1"),
         (["tiny", "--actors", "0"], "actors is 0"),
         (["tiny", "--actor.temperature", "0"], "actor.temperature is 0.0: want at least 0.01"),

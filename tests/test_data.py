@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from checks import check
 from config import ConfigError, model_folder, presets, uses_chat_template
-from data import check_source, checked_row, encoded_prompts, prompt_encoder, raw_rows, split_weight
+from data import check_source, checked_row, encoded_prompts, prompt_encoder, prompt_text, raw_rows, split_weight
 
 TINY = presets()["tiny"]()
 MODEL = ROOT / "examples" / "tiny" / "model"
@@ -187,6 +187,43 @@ def test_messages_that_are_none_are_refused(messages):
         checked_row({"messages": messages, "answer": "y"}, "here", TINY)
 
 
+def test_messages_beside_a_prompt_are_for_the_verifier_alone(model):
+    """As in datasets for supervised training, whose messages hold the answer."""
+    messages = [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": "It is 42"}]
+    cfg = changed(TINY, model=model)
+    row = checked_row({"prompt": "Q?", "messages": messages, "answer": "42"}, "here", cfg)
+    assert row["messages"] == messages
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert tokenizer.decode(prompt_encoder(cfg, tokenizer)(row, "here")) == "<s><user>Q?\n<assistant>"
+    row = checked_row({"prompt": None, "messages": messages[:1], "answer": "42"}, "here", cfg)
+    assert prompt_text(row) == "Q?" and "prompt" not in row
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        (b"[" * 100_000, "not JSON"),
+        (b'{"prompt": "x", "answer": NaN}', '"answer" is missing or not a text'),
+        (json.dumps({"prompt": "x", "answer": "", "tests": "y" * 300_000}).encode(), "more than the 262,144 of a row"),
+    ],
+    ids=["brackets", "nan", "huge"],
+)
+def test_row_that_would_fail_later_is_refused_at_once(line, said):
+    with pytest.raises(ConfigError, match=f"line 7: .*{said}"):
+        checked_row(line, "line 7", TINY)
+
+
+def test_function_of_rows_that_raises_is_named(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def rows(seed):\n    yield {'prompt': 'x', 'answer': ''}\n    raise KeyError('z')\ndef none(seed): pass\n"
+    )
+    with pytest.raises(ConfigError, match=r"mine.py:rows failed: KeyError\('z'\)"):
+        drawn(f"{file}:rows", 2)
+    with pytest.raises(ConfigError, match="mine.py:none failed: TypeError"):
+        check_source(f"{file}:none", TINY)
+
+
 def test_nothing_of_ten_thousand_rows_is_lost_silently(tmp_path, model):
     """9,800 good ones, many full of Unicode, 100 malformed in ten ways, 100 too long for the prompt."""
     rng = random.Random(0)
@@ -297,9 +334,12 @@ def test_row_that_the_chat_template_refuses_is_named(model, tmp_path):
         encoded(folder, {"prompt": "1"})
 
 
-def test_whether_there_is_a_chat_template_is_seen_in_the_files(model):
+def test_whether_there_is_a_chat_template_is_seen_in_the_files(model, tmp_path):
     cfg = changed(TINY, eval=dict(every=0))
     assert uses_chat_template(changed(cfg, model=model)) and not uses_chat_template(cfg)
+    null = shutil.copytree(MODEL, tmp_path / "null")
+    (null / "tokenizer_config.json").write_text('{"chat_template": null}')
+    assert not uses_chat_template(changed(cfg, model=null))
     for prompt, said in (
         (dict(template="chat"), "has no chat template"),
         (dict(system="x"), "prompt.system needs a chat template"),

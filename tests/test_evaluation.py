@@ -137,9 +137,11 @@ def test_best_weights_are_kept_whichever_of_result_and_weights_comes_first(tmp_p
         (folder / "model.safetensors").write_text(str(version))
         book.take("evaluated", {"version": version})
 
-    def result(version: int, accuracy: float) -> None:
+    def result(version: int, accuracy: float, eval_failed: int = 0) -> None:
         interval = {f"{key}_{end}": accuracy for key in ("eval_accuracy", "eval_greedy") for end in ("low", "high")}
-        book.take("eval", {"eval_version": version, "eval_accuracy": accuracy, "eval_greedy": 0.5} | interval)
+        counts = {"eval_failed": eval_failed, "eval_samples": 512}
+        values = {"eval_version": version, "eval_accuracy": accuracy, "eval_greedy": 0.5}
+        book.take("eval", values | interval | counts)
 
     kept = []
     for i, (version, accuracy) in enumerate([(0, 0.3), (50, 0.7), (100, 0.6), (150, 0.7), (200, 0.9)]):
@@ -151,5 +153,17 @@ def test_best_weights_are_kept_whichever_of_result_and_weights_comes_first(tmp_p
     best = cfg.run_dir / "best"
     assert json.loads((best / "eval.json").read_text())["eval_accuracy"] == 0.9
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= {path.name for path in best.iterdir()}
+    weights(250), result(250, 1.0, eval_failed=30)
+    assert json.loads((best / "eval.json").read_text())["eval_version"] == 200, "30 of 512 could not be verified"
     assert not list(cfg.run_dir.glob("evaluated-*")) and not book.troubles
-    assert record(cfg).best["eval_version"] == 200, "a resume knows it"
+    best.rename(cfg.run_dir / "best.old")  # as a kill between two renames leaves it
+    assert record(cfg).best["eval_version"] == 200 and best.is_dir(), "a resume knows it"
+
+
+def test_what_an_evaluation_that_was_cut_short_has_written_goes(tmp_path):
+    cfg = changed(TINY, runs_dir=tmp_path, name="run")
+    book = record(cfg)
+    cfg.evaluated_dir(3).mkdir()
+    book.take("evaluated", {"version": 3})
+    book.close()
+    assert not list(cfg.run_dir.glob("evaluated-*")) and not (cfg.run_dir / "best").exists()

@@ -238,8 +238,10 @@ def test_normalisers_are_those_of_the_whole_step_on_every_rank(ranks):
 
 def test_reward_metric_counts_dropped_groups_too():
     own = [rollout.reward for group in groups(2, 4) for rollout in group.rollouts]
-    metrics = batch_metrics(TINY, groups(2, 4), dropped_rewards=[1.0] * 8)
+    all_right = one_group(*[(1.0, 3, "stop", {"digits": 2.0})] * 8, row={"task": "sums"})
+    metrics = batch_metrics(TINY, groups(2, 4), dropped=[all_right])
     assert metrics["reward"] == (sum(own) + 8) / 16 and metrics["samples"] == 8
+    assert metrics["task/sums"] == 1.0 and metrics["verifier/digits"] == 2.0
 
 
 # ---------------------------------------------------------------- what the verifier could not say, and what is cut
@@ -283,7 +285,7 @@ def test_group_with_less_than_two_verified_samples_is_dropped_and_counted():
     group = scored(prompt, [1.0, 0.0, 0.0, 0.0], 0)
     failed = [dataclasses.replace(r, reward=None, failure="timeout") for r in group.rollouts[1:]]
     one.take(RolloutGroup(prompt, group.rollouts[:1] + failed))
-    assert one.dropped["verifier_failed"] == 1 and one.dropped_rewards == [1.0] and not one.finished
+    assert one.dropped["verifier_failed"] == 1 and len(one.dropped_groups) == 1 and not one.finished
     assert prompt.group_id not in one.admission.outstanding
     with pytest.raises(RuntimeError, match=r"the verifier failed \(it did in \d+ groups so far\)"):
         for _ in range(250):

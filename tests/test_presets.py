@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 import launch
 from checks import check
-from config import load_function, presets
+from config import ConfigError, load_function, presets
 from data import checked_row, prompt_encoder, raw_rows
 from verify import VERIFIERS
 
@@ -52,7 +52,7 @@ def test_gsm8k_asks_in_chat_and_compares_the_last_numbers(large, tmp_path):
     assert prompt == f"<s><user>{rows[0]['question']}\n{end}"
     verify = VERIFIERS[cfg.reward.function]
     right = ["24+24+24 = 72\n#### 72", "#### 72.0", "so the answer is $72.", "#### 72 eggs"]
-    wrong = ["#### 27", "72 or 73", "#### -72", "", "#### 1,72"]
+    wrong = ["#### 27", "72 or 73", "#### -72", "", "#### 172"]
     assert [verify(text, row) for text in right + wrong] == [1.0] * len(right) + [0.0] * len(wrong)
     places = launch.plan(cfg, list(range(64)), [str(i) for i in range(8)])
     assert [places[f"train-{i}"].gpu for i in range(4)] + [places[f"actor-{i}"].gpu for i in range(4)] == list(
@@ -80,5 +80,7 @@ def test_math_has_the_settings_of_the_paper_and_reads_open_reasoner_zero(large, 
     verify, half = VERIFIERS[cfg.reward.function], 2 * int(row["problem"][-3]) + 1
     assert verify(f"so it is \\boxed{{\\frac{{{half}}}{{2}}}}.", row) == verify(f"\\boxed{{{half / 2}}}", row) == 1.0
     assert verify(f"\\boxed{{\\frac{{{half + 2}}}{{2}}}}", row) == verify("I do not know.", row) == 0.0
+    with pytest.raises(ConfigError, match="need 128 GPUs, there are 8"):
+        launch.plan(cfg, list(range(64)), [str(i) for i in range(8)])  # and not all on the CPU
     places = launch.plan(cfg, list(range(128)), [str(i) for i in range(128)])
     assert len({place.gpu for name, place in places.items() if place.gpu and name != "preprocess"}) == 128

@@ -21,7 +21,7 @@ from record import Logs
 cfg = dataclasses.replace(presets()["tiny"](), runs_dir=Path(sys.argv[2]), name="run", log="tensorboard,wandb,trackio")
 cfg.run_dir.mkdir(parents=True)
 troubles = []
-logs = Logs(cfg, troubles.append)
+logs = Logs(cfg, 1, troubles.append)
 logs.write({"loss": 0.5, "group_ids": [1, 2], "text": "x"}, 1)
 logs.write({"loss": 0.25}, 2)
 logs.write({"eval_accuracy": 0.75}, 1)  # late, at the version that it is of
@@ -65,13 +65,29 @@ def test_tensorboard_wandb_and_trackio_get_the_same_numbers_at_the_same_steps(tm
     assert found == expected
 
 
+def test_tensorboard_forgets_what_a_run_did_after_the_checkpoint_it_resumes(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from record import Logs
+
+    cfg = changed(TINY, runs_dir=tmp_path, name="run", log="tensorboard")
+    for first_step, steps in ((1, (1, 2, 3)), (3, (3, 4))):  # a checkpoint of step 2
+        logs = Logs(cfg, first_step, print)
+        for step in steps:
+            logs.write({"loss": 10.0 * first_step + step}, step)
+        logs.close()
+    events = EventAccumulator(str(cfg.run_dir / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 11.0), (2, 12.0), (3, 33.0), (4, 34.0)]
+
+
 def test_log_that_fails_is_given_up_and_counted_and_nothing_else(tmp_path, monkeypatch):
     import record as module
 
     def broken(values, step):
         raise ConnectionError("no route")
 
-    monkeypatch.setitem(module.SINKS, "wandb", lambda cfg: (broken, lambda: None))
+    monkeypatch.setitem(module.SINKS, "wandb", lambda cfg, first_step: (broken, lambda: None))
     book = record(changed(TINY, runs_dir=tmp_path, name="run", steps=3, log="wandb"))
     for step in (1, 2):
         book.take("step", step_report(step))

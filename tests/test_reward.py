@@ -57,6 +57,11 @@ def by_order(text: str, row: dict):
     if what == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(60)
+    if what == "half a character":
+        raise ValueError("\ud800")
+    if what == "last words":
+        print("this is what I was doing", flush=True)
+        os._exit(3)
     if what == "wait":
         time.sleep(0.5)
     return row.get("value", 1.0)
@@ -96,6 +101,7 @@ def verdicts(pool: Pool, *calls: dict) -> list[Verdict]:
         ("memory", "memory"),
         ("output", "output"),
         ("raise", "error"),
+        ("half a character", "error"),
     ],
 )
 def test_call_that_fails_says_how_and_neither_its_neighbours_nor_the_next_ones_notice(pool, what, failure):
@@ -105,7 +111,7 @@ def test_call_that_fails_says_how_and_neither_its_neighbours_nor_the_next_ones_n
     assert all(found[i] == Verdict(reward=1.0) for i in (0, 1, 3, 4))
     assert time.monotonic() - start < TIMEOUT_S + 3
     assert verdicts(pool, good, good, good) == [Verdict(reward=1.0)] * 3, "a new worker is in its place"
-    assert pool.report()[f"failed_{failure}"] == 1
+    assert pool.done[f"failed_{failure}"] == 1
 
 
 def test_what_a_verifier_started_ends_with_it_and_workers_end_with_the_pool(tmp_path):
@@ -117,6 +123,10 @@ def test_what_a_verifier_started_ends_with_it_and_workers_end_with_the_pool(tmp_
     pool.collect(0.0)
     pool.close()
     assert not any(worker.is_running() and worker.status() != "zombie" for worker in workers)
+
+
+def test_worker_that_dies_is_quoted(pool):
+    assert "code 3\nthis is what I was doing" in verdicts(pool, {"do": "last words"})[0].detail
 
 
 def test_alarm_that_one_call_forgets_does_not_hit_the_next(tmp_path):
@@ -173,6 +183,7 @@ def test_number_or_dict_of_numbers_is_a_reward(value, reward, metrics):
         {"reward": None},
         {"reward": 1.0, "digits": float("nan")},
         {"reward": 1.0, 7: 1.0},
+        {"reward": 1.0, "\ud800": 1.0},
         {"reward": 1.0} | {f"m{i}": 0.0 for i in range(40)},
         1j,
     ],
@@ -231,6 +242,12 @@ def test_errors_of_the_verifier_are_counted_as_failed_if_asked(tmp_path):
     assert [(r.reward, r.failure) for r in group.rollouts] == [(1.0, ""), (None, "error")]
 
 
+def test_verifier_that_always_fails_ends_the_run_before_it_has_cost_a_day(tmp_path):
+    scorer = make_scorer(tmp_path, ["exit"] * 100, workers=4)
+    with pytest.raises(RuntimeError, match="(?s)the last 64 calls failed, the very last:.*crash.*row: {'answer'"):
+        run(scorer)
+
+
 def test_verifier_is_loaded_by_name_or_by_file_and_function(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def yes(text, row):\n    return 1.0\n")
@@ -240,8 +257,9 @@ def test_verifier_is_loaded_by_name_or_by_file_and_function(tmp_path):
         load_verifier(f"{file}:no")
 
 
-def test_workers_do_not_survive_a_killed_role(tmp_path):
-    """Nobody is left to close the pool: the kernel ends them."""
+@pytest.mark.parametrize("do", ["hang", "child"])
+def test_neither_workers_nor_what_they_started_survive_a_killed_role(tmp_path, do):
+    """Nobody is left to close the pool."""
     import subprocess
     import sys
 
@@ -250,7 +268,7 @@ def test_workers_do_not_survive_a_killed_role(tmp_path):
         "from pathlib import Path\nfrom reward import Pool\nfrom config import RewardConfig\n"
         "from test_reward import by_order\n"
         "pool = Pool(by_order, RewardConfig(workers=2, timeout_s=1000), Path(sys.argv[1]))\n"
-        "pool.submit(0, '', {'do': 'hang'}); pool.collect(0.2)\n"
+        f"pool.submit(0, '', {{'do': '{do}'}}); pool.collect(0.5)\n"
         "print(*[w.process.pid for w in pool.workers], flush=True); time.sleep(1000)\n"
     )
     root = Path(__file__).parent
@@ -258,7 +276,8 @@ def test_workers_do_not_survive_a_killed_role(tmp_path):
         [sys.executable, "-c", script, str(tmp_path), str(root), str(root.parent)], stdout=subprocess.PIPE, text=True
     )
     workers = [psutil.Process(int(pid)) for pid in role.stdout.readline().split()]
-    assert len(workers) == 2
+    family = psutil.Process(role.pid).children(recursive=True)
+    assert len(workers) == 2 and len(family) == 3 + (do == "child"), "two workers, the guard, and what a worker began"
     role.kill()
-    _, alive = psutil.wait_procs(workers, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=5)
     assert not alive

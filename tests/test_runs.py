@@ -137,7 +137,12 @@ def test_best_of_the_evaluated_weights_are_kept_and_evaluate_as_they_did_under_t
     if version is not None:
         weights, expected = (load_file(f / "model.safetensors") for f in (finished.folder / "best", version))
         assert weights.keys() == expected.keys() and all(torch.equal(weights[n], expected[n]) for n in expected)
-    again = Run(tmp_path, "--model", str(finished.folder / "best"), "--eval.greedy", preset=("eval", "tiny"))
+    task = ROOT / "examples" / "tiny" / "task.py"
+    again = Run(
+        tmp_path, "--model", str(finished.folder / "best"), "--data", f"{task}:held_out_rows",
+        "--reward.function", f"python:{task}:reward", "--actor.max-prompt-tokens", "32",
+        "--actor.max-completion-tokens", "64", "--actor.kv-cache-gib", "1", preset=("eval",),
+    )  # fmt: skip
     assert again.wait(START_S) == 0, again.text()
     (line,) = again.lines("evals.jsonl")
     assert line["eval_version"] == 0 and line["eval_prompts"] == 256

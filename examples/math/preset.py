@@ -23,6 +23,7 @@ def preset() -> Config:
         data=(f"{HERE}/train.jsonl",),
         actors=48,
         trainers=80,
+        device="cuda",
         steps=1000,
         batch_size=1024,
         group_size=8,
