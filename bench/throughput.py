@@ -61,7 +61,7 @@ def generate_alone(cfg: Config, channels, path: Path) -> None:
 
     from actor import Engine
     from data import encoded_prompts
-    from preprocess import Sequence, make_micro_batch, pack
+    from packing import Sequence, make_micro_batch, pack
     from queues import StepBatch
 
     engine, tokenizer = Engine(cfg, seed=cfg.seed, device="cpu"), AutoTokenizer.from_pretrained(cfg.model)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 import launch  # noqa: E402
 from bench.flops import matmul_flops_per_s  # noqa: E402
 from config import Config, TrainConfig, model_layout  # noqa: E402
-from preprocess import Sequence, make_micro_batch  # noqa: E402
+from packing import Sequence, make_micro_batch  # noqa: E402
 from queues import Rollout, StepBatch  # noqa: E402
 from train import Trainer, init_process_group  # noqa: E402
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from actor import Engine
 from config import PromptConfig, presets
 from data import prompt_encoder
+from packing import Sequence, make_micro_batch
 from policy import load_policy
-from preprocess import Sequence, make_micro_batch
 from queues import Rollout
 
 NEW_TOKENS = 64

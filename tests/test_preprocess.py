@@ -11,6 +11,7 @@ from test_queues import make_queue
 from test_train import groups
 
 from config import Start, presets
+from packing import Sequence, make_micro_batch, pack
 from preprocess import (
     Admission,
     Preprocessor,
@@ -18,9 +19,7 @@ from preprocess import (
     group_advantages,
     has_no_variance,
     length_penalty,
-    make_micro_batch,
     make_step_batches,
-    pack,
 )
 from queues import Channels, Prompt, Rollout, RolloutGroup
 
@@ -210,8 +209,6 @@ def test_sequence_over_the_budget_has_a_micro_batch_to_itself():
 def test_micro_batch_restarts_positions_and_masks_prompts():
     prompt_a, prompt_b = torch.tensor([5]), torch.tensor([6, 7])
     group = groups(1, 2)[0]
-    from preprocess import Sequence
-
     a, b = group.rollouts
     micro_batch = make_micro_batch([Sequence(prompt_a, a, 0.5, 1.0), Sequence(prompt_b, b, -0.5, 0.25)])
     na, nb = len(a.completion_ids), len(b.completion_ids)

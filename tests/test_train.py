@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from bench.flops import training_flops
 from config import model_layout, presets
+from packing import Sequence, make_micro_batch
 from policy import HeadLogprobs, Policy, load_policy
-from preprocess import Sequence, make_micro_batch, make_step_batches
+from preprocess import make_step_batches
 from queues import MicroBatch, Prompt, Rollout, RolloutGroup, StepBatch
 from train import Trainer, full, learning_rate, policy_loss, step_metrics
 from weights import SharedMemoryWeights
