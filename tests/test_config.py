@@ -183,6 +183,13 @@ def _one_column() -> dict:
     return os.environ | {"COLUMNS": "110"}
 
 
+def test_lists_and_short_names_are_read_as_the_readme_writes_them():
+    cfg = launch.parse(["tiny", "--reward-errors", "count", "--data", "a.jsonl@3", "gym:leg_counting@1"])
+    assert cfg.reward.errors == "count" and cfg.data == ("a.jsonl@3", "gym:leg_counting@1")
+    cfg = launch.parse(["eval", "--model", str(MODEL), "--data", "a.jsonl", "--reward.function", "math"])
+    assert cfg.eval.data == ("a.jsonl",) and (cfg.steps, cfg.trainers, cfg.reward.function) == (0, 0, "math")
+
+
 def test_override_reaches_the_config_and_the_saved_one_is_whole(tmp_path):
     cfg = launch.parse(["tiny", "--train.lr", "1e-4", "--max-lag", "None"])
     assert cfg.train.lr == 1e-4 and cfg.max_lag is None

@@ -354,6 +354,15 @@ def scored(prompt: Prompt, rewards: list[float], version: int) -> RolloutGroup:
 SMALL = dict(batch_size=8, group_size=4, steps=3)
 
 
+def test_prompts_are_issued_in_an_order_of_the_seed_whatever_the_number_of_actors():
+    issued = []
+    for seed, actors in ((0, 1), (0, 5), (1, 1)):
+        one = preprocessor(changed(TINY, **SMALL, seed=seed, actors=actors, eval=dict(every=0)))
+        one.issue_prompts()
+        issued.append([one.channels.prompts.get().row for _ in range(len(one.channels.prompts))])
+    assert issued[0] == issued[1] != issued[2] and len(issued[0]) == 6
+
+
 def test_groups_without_variance_are_dropped_counted_and_replaced():
     one = preprocessor(changed(TINY, **SMALL, eval=dict(every=0), preprocess=dict(zero_variance="drop")))
     one.issue_prompts()
