@@ -103,7 +103,9 @@ def serve(pipe: connection.Connection, verify: Callable, memory_gib: float, log:
     os.setsid()  # so that what a verifier starts can be killed with it
     os.write(pids, os.getpid().to_bytes(4, "little"))
     os.close(pids)  # the guard is to see when the role is gone, not when the last worker is
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not survive the role
+    libc = ctypes.CDLL(None)
+    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not survive the role
+    libc.prctl(15, log.stem.encode())  # PR_SET_NAME: what `top` and `ps` show
     if os.getppid() != role:
         os._exit(1)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC)
