@@ -271,7 +271,7 @@ class Scorer:
         self.failed_in_a_row = self.failed_in_a_row + 1 if verdict.failure else 0
         if verdict.failure:
             text, row = self.decode(rollout.completion_ids.tolist()), group.prompt.row
-            what = f"verifier {self.cfg.reward.function}: {verdict.failure}: {verdict.detail}"
+            what = f"{verdict.detail}\nverifier {self.cfg.reward.function}: {verdict.failure}"
             where = f"completion: {text!r:.500}\nrow: {row!r:.1000}"
             if verdict.failure == "error" and self.cfg.reward.errors == "stop":
                 raise RuntimeError(f"{what}\n{where}\n(--reward-errors count goes on, with such samples left out)")
@@ -279,7 +279,7 @@ class Scorer:
                 raise RuntimeError(f"the last {MOST_FAILED} calls failed, the very last:\n{what}\n{where}")
             if self.failures_shown < 3:
                 self.failures_shown += 1
-                self.channels.reports.put(Report("note", {"what": f"a call failed, {what}\n{where}"}))
+                self.channels.reports.put(Report("note", {"what": f"a call failed: {what}\n{where}"}))
         scored[key[1]] = dataclasses.replace(
             rollout, reward=verdict.reward, metrics=verdict.metrics, failure=verdict.failure
         )

@@ -74,7 +74,7 @@ def main() -> dict:
     found["greedy_twice_the_same"] = [a[1].completion_ids.tolist() == b[1].completion_ids.tolist() for a, b in zip(
         sorted(greedy, key=lambda x: x[0]), sorted(again, key=lambda x: x[0]), strict=True
     )]  # fmt: skip
-    prompt, rollout = next(x for x in sampled[0.0] if x[0] == prompts[4])
+    prompt, rollout = next(x for x in sampled[0.0] if x[0] == prompts[0])
     found["greedy"] = tokenizer.decode(rollout.completion_ids)
     return found
 

@@ -83,7 +83,6 @@ def finished(tmp_path_factory) -> Run:
         "constant",
         "--train.lr",
         "1e-4",
-        "--eval.greedy",
     )
     assert run.wait(START_S + 240) == 0, run.text()
     return run
@@ -126,15 +125,14 @@ def test_tensorboard_has_every_metric_at_every_step_and_evaluations_at_their_ver
     assert found == [(line["eval_version"], line["eval_accuracy"]) for line in evals]
 
 
-def test_best_of_the_evaluated_weights_are_kept_and_evaluate_as_they_did_under_their_version(finished, tmp_path):
-    """`launch.py eval` of best/ gives what the run reported for that version, though it was measured between training
-    sequences and while newer weights came out: greedily the same but for ties that rounding breaks."""
+def test_best_of_the_evaluated_weights_are_kept_and_evaluate_as_they_did(finished, tmp_path):
+    """They are those of the version that the evaluation reported, though newer ones came out while it ran."""
     evals = finished.lines("evals.jsonl")
     best = max(evals, key=lambda line: line["eval_accuracy"])
     kept = json.loads((finished.folder / "best" / "eval.json").read_text())
     assert kept == best and not list(finished.folder.glob("*.unfinished"))
     version = {0: ROOT / "examples" / "tiny" / "model", 80: finished.folder / "model"}.get(best["eval_version"])
-    if version is not None:
+    if version is not None:  # not the one in between, whose weights nobody else keeps
         weights, expected = (load_file(f / "model.safetensors") for f in (finished.folder / "best", version))
         assert weights.keys() == expected.keys() and all(torch.equal(weights[n], expected[n]) for n in expected)
     task = ROOT / "examples" / "tiny" / "task.py"
@@ -146,14 +144,10 @@ def test_best_of_the_evaluated_weights_are_kept_and_evaluate_as_they_did_under_t
     assert again.wait(START_S) == 0, again.text()
     (line,) = again.lines("evals.jsonl")
     assert line["eval_version"] == 0 and line["eval_prompts"] == 256
-    assert abs(line["eval_greedy"] - best["eval_greedy"]) <= 2 / 256
     assert abs(line["eval_accuracy"] - best["eval_accuracy"]) < 0.12, "256 samples: 3 standard errors of a difference"
     samples = again.lines("eval_rollouts.jsonl")
     assert len(samples) == 256 and sum(n["reward"] for n in samples) / 256 == pytest.approx(line["eval_greedy"])
     assert "held-out success" in again.text() and not (again.folder / "model").exists()
-    then = {n["prompt"]: n["completion"] for n in finished.lines("eval_rollouts.jsonl")
-            if n["eval_version"] == best["eval_version"]}  # fmt: skip
-    assert sum(then[n["prompt"]] == n["completion"] for n in samples) >= 254
 
 
 def test_lag_is_never_negative_nor_over_the_bound_and_weights_do_change_in_flight(finished):
