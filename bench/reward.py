@@ -48,7 +48,8 @@ def main() -> None:
     reward = dataclasses.replace(cfg.reward, function=f"{__file__}:verifier", workers=args.workers)
     cfg = dataclasses.replace(cfg, runs_dir=folder, reward=reward, eval=dataclasses.replace(cfg.eval, every=0))
     context = multiprocessing.get_context("spawn")
-    channels, places = make_channels(cfg, context), launch.plan(cfg, sorted(os.sched_getaffinity(0)), [])
+    cores = sorted(os.sched_getaffinity(0))
+    channels, places = make_channels(cfg, context), launch.plan(cfg, cores, [])
     roles = {name: place for name, place in places.items() if name in ("actor-0", "reward")}
     running = launch.Roles(cfg, channels, Start(), roles, context)
     os.sched_setaffinity(0, places["reward"].cores)
@@ -87,7 +88,7 @@ def main() -> None:
         shutil.rmtree(folder)
     (alone, samples), (slow, _) = (map(statistics.median, zip(*found, strict=True)) for found in rates.values())
     ratios = [b[0] / a[0] for a, b in zip(rates[0.0], rates[SLEEP_S], strict=True)]
-    print(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {args.turns} turns of each, {args.turn_s:g} s")
+    print(f"{platform.machine()}, {len(cores)} cores, {args.turns} turns of each, {args.turn_s:g} s")
     print(f"verifier at once: {alone:.0f} tokens/s, {samples:.0f} samples/s\nverifier sleeps {SLEEP_S:g} s: {slow:.0f}")
     print(f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} – {max(ratios):.3f})")
 

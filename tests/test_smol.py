@@ -43,7 +43,7 @@ def test_log_probs_of_the_engine_are_those_of_transformers_and_of_the_trainer(re
     found = result[temperature]
     assert found["tokens"] > 500
     for who in ("transformers", "trainer"):
-        assert found[f"{who}_max"] < 2e-4 and found[f"{who}_mean"] < 2e-5, found
+        assert found[f"{who}_max"] < 2e-4 and found[f"{who}_mean"] < 5e-5, found
     assert found["other_temperature_mean"] > 0.05, "another temperature would be seen"
 
 
