@@ -288,4 +288,4 @@ def test_verifier_that_raises_is_shown_with_its_name_and_the_row(tmp_path):
     assert run.wait(START_S) == 1
     text = run.text()
     assert "reward ended with exit code 1" in text and "KeyError: 'no opinion on " in text
-    assert f"verifier python:{verifier}:judge: error" in text and "| row: {'prompt': '" in text
+    assert f"verifier python:{verifier}:judge: error" in text and "| row: {'answer': '" in text
