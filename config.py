@@ -206,9 +206,8 @@ def model_folder(model: Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"])
-        )
+        files = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+        return Path(snapshot_download(str(model), allow_patterns=files))
     except Exception as error:  # of the network, of the hub, of the disk: all mean the same here
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"model {model}: no such folder, and the hub does not give it ({reason})") from None

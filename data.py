@@ -261,9 +261,8 @@ def prompt_encoder(cfg: Config, tokenizer) -> Callable[[dict, str], list[int]]:
         elif len(messages) == 1:
             ids = tokenizer.encode(cfg.prompt.few_shot + messages[0]["content"])
         else:
-            raise ConfigError(
-                f"{where}: several messages, and no chat template (prompt.template): {shortened(messages)}"
-            )
+            what = "several messages, and no chat template (prompt.template)"
+            raise ConfigError(f"{where}: {what}: {shortened(messages)}")
         if not ids:
             raise ConfigError(f"{where}: the tokenizer makes no token of {shortened(messages)}")
         while len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:  # the text had one already

@@ -94,8 +94,7 @@ def verified(group: RolloutGroup) -> list[Rollout]:
 
 
 def length_penalty(cfg: Config, rollout: Rollout) -> float:
-    """0 until `soft_limit_tokens` before the limit, then linear up to 1 at the limit (the paper's
-    soft penalty, arXiv 2509.19128)."""
+    """0 until `soft_limit_tokens` before the limit, then linear up to 1 at it (the paper's, arXiv 2509.19128)."""
     soft = cfg.reward.soft_limit_tokens
     over = len(rollout.completion_ids) - (cfg.actor.max_completion_tokens - soft)
     return max(0.0, over / soft) if soft else 0.0
@@ -230,9 +229,8 @@ class Preprocessor:
             if group_ids is None:
                 return
             groups = [self.finished.pop(group_id) for group_id in group_ids]
-            metrics = batch_metrics(self.cfg, groups, self.dropped_groups) | {
-                "queue_rollouts": len(self.channels.rollouts)
-            }
+            metrics = batch_metrics(self.cfg, groups, self.dropped_groups)
+            metrics["queue_rollouts"] = len(self.channels.rollouts)
             metrics |= {f"dropped_{reason}": n for reason, n in self.dropped.items()}
             self.dropped_groups = []
             batches = make_step_batches(self.cfg, step, groups, self.cfg.trainers, metrics, self.stream_position())

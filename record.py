@@ -1,6 +1,6 @@
 """Record: what a run leaves behind. Reports of the roles become files, metrics for whatever shows them, and the screen.
 
-consumes  reports: "step", "actor", "reward", "eval", "evaluated", "rollout", "eval_rollout", "checkpoint", "note", …
+consumes  reports, of the kinds that `Record.take` lists
 emits     metrics.jsonl, evals.jsonl, rollouts.jsonl, eval_rollouts.jsonl; checkpoints and best/, complete; logs
 """
 
@@ -92,7 +92,7 @@ class Logs:
 
 
 class Record:
-    """Takes reports, as they come."""
+    """Takes the roles' reports, as they come."""
 
     def __init__(self, cfg: Config):
         from tqdm import tqdm
@@ -109,9 +109,7 @@ class Record:
             old.rename(best)
         # The evaluation that scored best.
         self.best = json.loads((best / "eval.json").read_text()) if (best / "eval.json").is_file() else {}
-        self.evaluated: dict[
-            int, dict
-        ] = {}  # version -> what is known of it: its "result", that its "weights" are there
+        self.evaluated: dict[int, dict] = {}  # version -> what is in: its "result", its "weights"
         options = {"total": cfg.steps, "initial": len(self.steps), "unit": "step", "desc": "starting"}
         self.bar = tqdm(**options, dynamic_ncols=True, disable=None)
         self.logs = Logs(cfg, self.first_step, self.trouble)

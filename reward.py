@@ -218,9 +218,8 @@ class Pool:
         except (EOFError, OSError):
             worker.process.join(1.0)  # for its exit code
             said = worker.log.read_bytes()[-2000:].decode(errors="replace") if worker.log.exists() else ""
-            return Verdict(
-                failure="crash", detail=f"its worker ended with code {worker.process.exitcode}\n{said}".strip()
-            )
+            detail = f"its worker ended with code {worker.process.exitcode}\n{said}".strip()
+            return Verdict(failure="crash", detail=detail)
 
     def _ended(self, index: int, verdict: Verdict) -> tuple[Any, Verdict]:
         worker = self.workers[index]
