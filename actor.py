@@ -13,20 +13,19 @@ computed in a process of their own (reward.py), weights travel beside decoding s
 prompt names the oldest weights that may sample it, which is how `max_lag` is kept.
 """
 
-import contextlib
 import functools
 import json
 import os
 import time
 from collections import Counter, deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from config import Config, Start
-from queues import Channels, Prompt, Report, Rollout, RolloutGroup, Stopped
-from weights import SharedMemoryWeights, WeightReceiver
+from life import ActorState
+from queues import Channels, Prompt, Report, Rollout, RolloutGroup
+from weights import BroadcastWeights, SharedMemoryWeights, WeightReceiver
 
 
 def end_of_sequence_ids(model: Path) -> list[int]:
@@ -50,11 +49,13 @@ class Engine:
             # oneDNN packs linear weights at load, out of reach of an update, and for small batches is no faster.
             vllm._custom_ops._supports_onednn = False
         extra = {} if device == "cpu" else {"gpu_memory_utilization": cfg.actor.gpu_memory_utilization}
-        self.kv, self.version, self.requests = cfg.actor.kv, 0, 0
+        self.kv, self.requests = cfg.actor.kv, 0
+        self.version = self.staged = self.offered = 0  # loaded, beside the model (-1: on its way), to be had
         self.engine = vllm.LLMEngine.from_engine_args(
             vllm.EngineArgs(
                 model=str(cfg.model),
                 dtype=cfg.actor.dtype,
+                tensor_parallel_size=cfg.actor.tp,
                 seed=seed,
                 max_model_len=cfg.actor.max_prompt_tokens + cfg.actor.max_completion_tokens,
                 max_num_seqs=cfg.actor.sequences,
@@ -79,8 +80,6 @@ class Engine:
             detokenize=bool(cfg.actor.stop),  # text is for the verifier, which makes its own
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage-weights")
-        self._staged: Future | None = None
 
     def submit(self, prompt_ids: list[int], temperature: float) -> str:
         """Start a sequence; returns its request id. Its prefix-cache blocks are shared within one version only."""
@@ -103,36 +102,38 @@ class Engine:
             )
         return finished
 
-    def join_weight_channel(self, weights: SharedMemoryWeights) -> None:
-        self.weights = weights
-        self.engine.collective_rpc("join_weight_channel", args=(weights,))
+    def join_weight_channel(self, weights: SharedMemoryWeights | BroadcastWeights, first_rank: int = 1) -> None:
+        self.engine.collective_rpc("join_weight_channel", args=(weights, first_rank))
 
-    def newer_weights_staged(self) -> bool:
-        """Whether a newer version lies beside the model; if one is published and does not yet, begins to stage it."""
-        if self._staged is None and self.weights.version > self.version:
-            self._staged = self._copier.submit(self.engine.collective_rpc, "stage_weights")
-        return self._staged is not None and self._staged.done()
+    def look_for_weights(self) -> None:
+        """Ask the workers what there is: sets `offered` and `staged`."""
+        offered, staged = zip(*self.engine.collective_rpc("weights_state"), strict=True)
+        self.offered, self.staged = max(offered), min(staged)
+
+    def stage_weights(self) -> None:
+        """If there are newer weights than those that lie staged, begin to stage them, beside decoding."""
+        if 0 <= self.staged < self.offered:
+            self.engine.collective_rpc("stage_weights")
+            self.staged = -1
 
     def load_weights(self) -> float:
-        """Swap in the staged weights (waits for them if need be). Returns the stall: seconds decoding stood still."""
-        version = min(self._staged.result())
-        self._staged = None
+        """Swap in the staged weights. Returns the stall: seconds for which decoding stood still."""
         start = time.monotonic()
         self.engine.collective_rpc("swap_weights")
-        self.version = version
-        self.engine.set_weight_version(str(version))
+        self.version = self.staged
+        self.engine.set_weight_version(str(self.version))
         if self.kv == "recompute":
             self.engine.reset_prefix_cache(reset_running_requests=True)
         return time.monotonic() - start
 
-    def save_weights(self, folder: Path) -> Future:
-        """Write the weights that are loaded now, beside decoding. What was staged is staged again after it."""
-        self._staged = None
-        return self._copier.submit(self.engine.collective_rpc, "save_weights", args=(folder,))
+    def save_weights(self, folder: Path) -> None:
+        """Copy the weights that are loaded now, and begin to write them to a file."""
+        self.engine.collective_rpc("save_weights", args=(folder,))
 
-    def close(self) -> None:
-        """Wait for what is being written."""
-        self._copier.shutdown()
+    def saved_weights(self) -> str | None:
+        """None while they are being written; then why that failed, or ""."""
+        results = self.engine.collective_rpc("saved_weights")
+        return None if None in results else "".join(results)
 
 
 class Actor:
@@ -145,20 +146,23 @@ class Actor:
         self.groups: dict[int, list[Rollout]] = {}  # group id -> its finished samples
         self.outbox: deque[RolloutGroup] = deque()
         self.evals_left = 0  # samples of the running evaluation not finished; weights stand still until it is 0
+        self.saving: int | None = None  # version whose weights are being written
         self.done, self.reported = Counter(), time.monotonic()  # since the last report
 
     def update(self) -> None:
         """Load newer weights, if there are any, but not under a running evaluation nor (drain) a running sequence."""
         drain = self.cfg.actor.update == "drain"
         standing = self.evals_left or (drain and self.in_flight)
-        if not standing and self.engine.newer_weights_staged():  # in this order: what is staged shall not grow old
+        self.engine.look_for_weights()
+        if not standing and self.engine.staged > self.engine.version:
             self.done["update_stall_s"] += self.engine.load_weights()
             self.report()
+        self.engine.stage_weights()  # while they must not be loaded too: a trainer that sends them has to go on
 
     def admit(self) -> None:
         """Fill up to H sequences in flight, sample by sample; evaluation prompts go first."""
         drain = self.cfg.actor.update == "drain" and not self.evals_left  # an evaluation ends with the weights it has
-        if drain and self.channels.weights.version > self.engine.version:
+        if drain and self.engine.offered > self.engine.version:
             return  # let what is in flight run dry, then wait for the newest weights
         while len(self.in_flight) < self.cfg.actor.sequences and self._take_prompt():
             prompt = self.waiting[0]
@@ -176,15 +180,11 @@ class Actor:
         prompt = self.channels.eval_prompts.get(timeout_s=0) if self.index == 0 else None
         if prompt is not None:
             self.waiting.extendleft([prompt] * prompt.samples)
-        elif not self.waiting and len(self.outbox) < 4 and not self._held_back():
-            prompt = self.channels.prompts.get(timeout_s=0)
+        elif not self.waiting and len(self.outbox) < 4:
+            prompt = self.channels.prompts[self.index].get(timeout_s=0)
             if prompt is not None:
                 self.waiting.extend([prompt] * prompt.samples)
         return bool(self.waiting)
-
-    def _held_back(self) -> bool:
-        """Whether a training prompt may name weights that this actor must not load yet, but another one has."""
-        return self.cfg.actors > 1 and self.evals_left > 0 and self.channels.weights.version > self.engine.version
 
     def step(self) -> None:
         """Decode one token of every sequence in flight; send the groups that this finishes."""
@@ -200,18 +200,25 @@ class Actor:
                 self.outbox.append(RolloutGroup(prompt, self.groups.pop(prompt.group_id)))
         while self.outbox and self.channels.completions.put(self.outbox[0], timeout_s=0):
             self.outbox.popleft()
+        if self.saving is not None:
+            self.tell_saved()
 
     def keep_evaluated(self) -> None:
         """Write the weights that were just evaluated; whether they are the best the launcher will know."""
-        version = self.engine.version
+        while self.saving is not None:  # those before
+            self.tell_saved()
+        self.saving = self.engine.version
+        self.engine.save_weights(self.cfg.evaluated_dir(self.saving))
 
-        def when_written(written: Future) -> None:  # runs in the writer's thread
-            error = written.exception()
-            values = {"what": f"the weights of version {version} were not kept: {error}"} if error else {}
-            with contextlib.suppress(Stopped):  # no room, and all are to stop
-                self.channels.reports.put(Report("trouble" if error else "evaluated", {"version": version} | values))
-
-        self.engine.save_weights(self.cfg.evaluated_dir(version)).add_done_callback(when_written)
+    def tell_saved(self) -> None:
+        """Report that the evaluated weights are written, or why not, once it is known."""
+        if (error := self.engine.saved_weights()) is None:
+            return
+        kind, values = "evaluated", {"version": self.saving}
+        if error:
+            kind, values = "trouble", {"what": f"the weights of version {self.saving} were not kept: {error}"}
+        if self.channels.reports.put(Report(kind, values), timeout_s=0):
+            self.saving = None
 
     def report(self) -> None:
         """What was done since the last report; if there is no room for it, it joins the next."""
@@ -222,10 +229,12 @@ class Actor:
 
 
 def main(cfg: Config, channels: Channels, start: Start, index: int, device: str) -> None:
-    seed = hash((cfg.seed, index, start.step)) % 2**32  # after a resume others than before
+    seed = hash((cfg.seed, index, start.step, start.actor_restarts)) % 2**32  # after a resume others than before
     engine = Engine(cfg, seed=seed, device=device)
-    engine.join_weight_channel(channels.weights)
+    engine.join_weight_channel(channels.weights, first_rank=1 + index * cfg.actor.tp)
     actor = Actor(cfg, channels, engine, index)
+    actor.report()
+    channels.actors[index] = ActorState.UP
     while not channels.stop.value:
         actor.update()
         actor.admit()
@@ -235,4 +244,6 @@ def main(cfg: Config, channels: Channels, start: Start, index: int, device: str)
         actor.step()  # with nothing to decode, too: groups may wait to be sent
         if idle:
             actor.done["idle_s"] += time.monotonic() - begin
-    engine.close()
+    while actor.saving is not None:
+        actor.tell_saved()
+        time.sleep(0.01)

@@ -65,6 +65,7 @@ class ActorConfig:
     kv: Literal["keep", "recompute"] = "keep"  # What becomes of running sequences' KV cache at an update.
     # Of the engine and of the weights on their way to it; auto: bfloat16 on a GPU, float32 on a CPU.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    tp: int = 1  # Tensor parallelism: GPUs (or processes) that share one engine, on one machine.
     kv_cache_gib: int = 4  # KV cache of an actor without a GPU.
     gpu_memory_utilization: float = 0.8  # Share of the GPU's memory for vLLM; a second copy of the weights is on top.
     prefix_caching: bool = True  # Share the prompt's KV cache within a group (never between versions).
@@ -98,6 +99,8 @@ class TrainConfig:
     kl_coef: float = 0.0  # Weight of the KL penalty against the initial model; 0: no reference model is loaded.
     activation_checkpointing: bool = False  # Keep only each block's input for backward; compute the rest again.
     compile: bool = False  # Compile the model's blocks (torch.compile).
+    # Several machines: rank 0 copies the weights and sends them while it trains on; off: training waits instead.
+    overlap_sending: bool = True
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,9 @@ class Config:
     group_size: int = 8  # Samples of each prompt.
     max_lag: int | None = None  # Hard bound, in optimizer steps, on the lag of any trained token; None: no bound.
     show_every: int = 25  # Optimizer steps between decoded rollouts on the screen; 0: none.
+    # Seconds without a sign of life after which a process counts as lost; then the run ends.
+    timeout_s: Annotated[float, tyro.conf.arg(aliases=("--timeout",))] = 60.0
+    max_actor_restarts: int = 3  # Actors that died and were started again, in a run on one machine.
     log: str = "auto"  # Of tensorboard,wandb,trackio, beside metrics.jsonl. auto: tensorboard if installed; or none.
     prompt: PromptConfig = field(default_factory=PromptConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -172,6 +178,7 @@ class Start:
     unfinished: list[int] = field(default_factory=list)  # those before that were neither trained nor dropped
     dropped: dict = field(default_factory=dict)  # counters
     next_eval: int = 0  # version at which an evaluation is due
+    actor_restarts: int = 0  # so far
 
 
 def load_function(spec: str) -> Callable:

@@ -54,6 +54,7 @@ class Evaluation:
         self.next_version = min(start.next_eval, cfg.steps) if cfg.eval.every else math.inf
         self.samples = len(self.prompts) * (self.cfg.greedy + self.cfg.samples)
         self.groups: list[RolloutGroup] | None = None  # of the running evaluation
+        self.first_id = -1  # of its prompts, whose ids count down
 
     @property
     def token_ids(self) -> set[tuple[int, ...]]:
@@ -67,24 +68,35 @@ class Evaluation:
         self.groups, issued = [], []
         kinds = [(1, 0.0)] * self.cfg.greedy + [(self.cfg.samples, self.cfg.temperature)] * (self.cfg.samples > 0)
         for (samples, temperature), (_, prompt_ids, row) in itertools.product(kinds, self.prompts):
-            ids, group_id = torch.tensor(prompt_ids), -1 - len(issued)
+            ids, group_id = torch.tensor(prompt_ids), self.first_id - len(issued)
             issued.append(Prompt(group_id, version, samples, ids, row, temperature, eval_samples=self.samples))
         return issued
 
-    def take(self, group: RolloutGroup) -> dict | None:
-        """A scored group of the running evaluation; with the last one, the evaluation's result."""
+    def begin_again(self) -> None:
+        """The actor has died: what comes of the running evaluation is no part of the next one."""
+        self.first_id -= len(self.prompts) * 2
+        self.groups = None
+
+    def take(self, group: RolloutGroup) -> list[RolloutGroup] | None:
+        """A scored group of the running evaluation; with the last one, all of them."""
+        if self.groups is None or group.prompt.group_id > self.first_id:
+            return None  # of one that was begun again
         self.groups.append(group)
-        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
-        if len(rollouts) < self.samples:
+        if sum(len(group.rollouts) for group in self.groups) < self.samples:
             return None
+        groups, self.groups = self.groups, None
+        return groups
+
+    def result(self, groups: list[RolloutGroup]) -> dict:
+        """What came of an evaluation; and when the next one is due."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
         versions = {version for rollout in rollouts for version in rollout.versions.tolist()}
         assert len(versions) == 1, f"the weights changed during an evaluation: versions {sorted(versions)}"
         version = versions.pop()
         upcoming = (version // self.cfg.every + 1) * self.cfg.every
         self.next_version = upcoming if version == self.last_step else min(upcoming, self.last_step)
-        greedy = [group for group in self.groups if group.prompt.temperature == 0]
-        sampled = [group for group in self.groups if group.prompt.temperature > 0]
-        self.groups = None
+        greedy = [group for group in groups if group.prompt.temperature == 0]
+        sampled = [group for group in groups if group.prompt.temperature > 0]
         return {"eval_version": version} | success("eval_accuracy", sampled) | success("eval_greedy", greedy) | {
             **{f"eval_verifier/{name}": value for name, value in metric_means(rollouts).items()},
             "eval_prompts": len(self.prompts),

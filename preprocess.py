@@ -17,7 +17,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Container
 
 import torch
@@ -25,6 +25,7 @@ import torch
 from config import Config, Start
 from data import encoded_prompts, prompt_text
 from evaluation import Evaluation, metric_means
+from life import ActorState
 from packing import Sequence, make_micro_batch, pack
 from queues import Channels, MicroBatch, Prompt, Report, Rollout, RolloutGroup, StepBatch
 
@@ -150,7 +151,9 @@ class Preprocessor:
         self.cfg, self.channels, self.start = cfg, channels, start
         self.tokenizer, self.add_ref_logprobs = tokenizer, add_ref_logprobs
         self.admission = Admission(cfg.groups_per_batch, cfg.max_lag, start.step)
-        self.dropped = Counter(zero_variance=0, verifier_failed=0, prompt_too_long=0, malformed=0, held_out=0)
+        self.dropped = Counter(
+            zero_variance=0, verifier_failed=0, prompt_too_long=0, malformed=0, held_out=0, repeated=0
+        )
         self.evaluation = Evaluation(cfg, tokenizer, start)
         held_out, unfinished = self.evaluation.token_ids, set(start.unfinished)
         stream = encoded_prompts(cfg, cfg.data, tokenizer, self.dropped, seed=cfg.seed, held_out=held_out)
@@ -158,6 +161,8 @@ class Preprocessor:
         self.next_prompt = next(self.prompts) if cfg.steps else (0, [], {})
         for reason in ("zero_variance", "verifier_failed"):
             self.dropped[reason] = start.dropped.get(reason, 0)
+        self.issued: dict[int, tuple[int, Prompt]] = {}  # group id -> the actor it was issued to, of those not back
+        self.again: deque[Prompt] = deque()  # issued to an actor that died
         self.finished: dict[int, RolloutGroup] = {}  # scored groups that wait for a batch, in the order they came
         self.dropped_in_a_row = 0
         self.dropped_groups: list[RolloutGroup] = []  # since the last batch
@@ -176,17 +181,43 @@ class Preprocessor:
     def issue_prompts(self) -> None:
         """Start groups while admission and the trainer's backlog allow and the actors' queue has room."""
         cfg, version = self.cfg, self.channels.weights.version
+        while self.again and self.issue(self.again[0]):
+            self.again.popleft()
         if self.admission.next_step - version >= cfg.preprocess.ready_batches:
             return
         needed = (cfg.steps - self.admission.next_step) * cfg.groups_per_batch
         while len(self.admission.outstanding) < needed and self.admission.may_start(version):
             group_id, prompt_ids, row = self.next_prompt
             ids, temperature = torch.tensor(prompt_ids), cfg.actor.temperature
-            prompt = Prompt(group_id, version, cfg.group_size, ids, row, temperature)
-            if not self.channels.prompts.put(prompt, timeout_s=0):
+            if not self.issue(Prompt(group_id, version, cfg.group_size, ids, row, temperature)):
                 return
             self.admission.start(group_id, version)
             self.next_prompt = next(self.prompts)
+
+    def issue(self, prompt: Prompt) -> bool:
+        """To the actor that has the fewest groups, of those that can take one: not to one whose weights stand still for
+        an evaluation, unless it is the only one."""
+        evaluates = self.cfg.actors > 1 and self.evaluation.groups is not None
+        load = Counter(actor for actor, _ in self.issued.values())
+        for actor in sorted(range(evaluates, self.cfg.actors), key=lambda actor: load[actor]):
+            up = self.channels.actors[actor] == ActorState.UP
+            if up and self.channels.prompts[actor].put(prompt, timeout_s=0):
+                self.issued[prompt.group_id] = actor, prompt
+                return True
+        return False
+
+    def take_back(self, actor: int) -> None:
+        """What was issued to an actor that died and is not back is to be issued again, with the same bound on its lag.
+        What it had finished may still be on its way: whichever comes first is taken."""
+        while self.channels.prompts[actor].get(timeout_s=0) is not None:
+            pass
+        self.again.extend(prompt for holder, prompt in self.issued.values() if holder == actor)
+        self.issued = {group_id: held for group_id, held in self.issued.items() if held[0] != actor}
+        if actor == 0:
+            while self.channels.eval_prompts.get(timeout_s=0) is not None:
+                pass
+            self.evaluation.begin_again()
+        self.channels.actors[actor] = ActorState.TAKEN_BACK
 
     def issue_eval(self) -> None:
         """Ask for an evaluation of the newest weights when one is due; actor 0 holds them still until it is done."""
@@ -195,6 +226,10 @@ class Preprocessor:
 
     def take(self, group: RolloutGroup) -> None:
         """A scored group: to the finished ones, or dropped and counted."""
+        self.issued.pop(group.prompt.group_id, None)
+        if group.prompt.group_id not in self.admission.outstanding or group.prompt.group_id in self.finished:
+            self.dropped["repeated"] += 1
+            return
         returns = [rollout.reward - length_penalty(self.cfg, rollout) for rollout in verified(group)]
         failed = len(returns) < 2  # nothing is left for a baseline
         if failed or (self.cfg.preprocess.zero_variance == "drop" and has_no_variance(returns)):
@@ -212,14 +247,16 @@ class Preprocessor:
 
     def take_eval(self, group: RolloutGroup) -> None:
         """A scored group of the running evaluation; the last one ends it."""
-        result = self.evaluation.take(group)
-        if group.prompt.temperature == 0 or not self.cfg.eval.greedy:
-            rollout = group.rollouts[0]
-            values = {"eval_version": rollout.versions[0].item()} | self.about(group)
-            values["completion"] = self.tokenizer.decode(rollout.completion_ids.tolist())
-            self.channels.reports.put(Report("eval_rollout", values))
-        if result is not None:
-            self.channels.reports.put(Report("eval", result))
+        groups = self.evaluation.take(group)
+        if groups is None:
+            return
+        result = self.evaluation.result(groups)
+        for group in groups:
+            if group.prompt.temperature == 0 or not self.cfg.eval.greedy:
+                values = {"eval_version": result["eval_version"]} | self.about(group)
+                values["completion"] = self.tokenizer.decode(group.rollouts[0].completion_ids.tolist())
+                self.channels.reports.put(Report("eval_rollout", values))
+        self.channels.reports.put(Report("eval", result))
 
     def send_batches(self) -> None:
         """Send every batch that is complete. Rank 0's part goes last: when it is there, all are."""
@@ -292,6 +329,8 @@ def main(cfg: Config, channels: Channels, start: Start, _: int, device_name: str
     while channels.weights.version < start.step and not channels.stop.value:
         time.sleep(0.01)  # the trainer publishes the checkpoint's weights first
     while not preprocessor.done and not channels.stop.value:
+        for actor in (i for i, state in enumerate(channels.actors) if state == ActorState.DEAD):
+            preprocessor.take_back(actor)
         preprocessor.issue_eval()
         preprocessor.issue_prompts()
         group = channels.rollouts.get(timeout_s=0.02)

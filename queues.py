@@ -4,23 +4,23 @@
                  ▲                                                          │
                  └─────────────── weights, version v ◀──────────────────────┘
 
-Messages are frozen dataclasses of tensors and plain values, msgpack on the wire (no pickle). `SharedMemoryQueue`
-carries them between the processes of one machine, bounded, in order; the weights have a channel of their own
-(weights.py). Token ids go from the engine to the trainer untouched. A *version* is the number of optimizer steps that
-made the weights: 0 is the initial model.
+Messages are frozen dataclasses of tensors and plain values, msgpack on the wire (no pickle). A `Queue` carries them,
+bounded, in order: through memory between the processes of one machine (transport.py), through a store between machines
+(store.py). The weights have a channel of their own (weights.py). Token ids go from the engine to the trainer untouched.
+A *version* is the number of optimizer steps that made the weights: 0 is the initial model.
 """
 
-import functools
 import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import torch
 
-from config import ROW_BYTES, Config, model_layout
-from memory import SharedMemory
-from weights import SharedMemoryWeights
+from weights import BroadcastWeights, SharedMemoryWeights
 
 
 @dataclass(frozen=True)
@@ -153,90 +153,71 @@ def decode(data: bytes) -> Any:
 
 
 class Stopped(Exception):
-    """The launcher asked every role to stop; raised out of a wait."""
+    """The launcher asked every role to stop; raised out of a wait, which it names."""
 
 
-class SharedMemoryQueue:
-    """Bounded first-in-first-out queue of messages between processes: a ring of equal slots in shared memory.
+class Queue(ABC):
+    """Bounded first-in-first-out queue of messages between processes, any number of them at either end.
 
-    Any number of producers and consumers. A full queue makes the producer wait, an empty one the consumer; a wait
-    without a limit ends with `Stopped` when the launcher says so. One file descriptor a queue, none a message.
+    A full queue makes the producer wait, an empty one the consumer; a wait without a limit ends with `Stopped` when the
+    launcher says so.
     """
 
-    def __init__(self, name: str, slots: int, slot_bytes: int, context, stop):
-        self.name, self.slots, self.slot_bytes, self.stop = name, slots, slot_bytes, stop
-        self._memory = SharedMemory(slots * slot_bytes)
-        self._free, self._filled = context.Semaphore(slots), context.Semaphore(0)
-        self._counts = context.Array("Q", 2, lock=False)  # messages put, messages taken
+    def __init__(self, name: str, slots: int, stop):
+        self.name, self.slots, self.stop = name, slots, stop
+        self.waits_for = ""  # what a call that takes long is waiting for; read by the role's `Life`
 
     def put(self, message: Any, timeout_s: float = math.inf) -> bool:
-        """False if the queue stayed full. Raises ValueError for a message that is larger than a slot."""
+        """False if the queue stayed full."""
         data = encode(message)
-        if len(data) + 8 > self.slot_bytes:
-            sizes = f"a message of {len(data):,} bytes does not fit the {self.slot_bytes:,} of a slot"
-            raise ValueError(f"{sizes} in the queue of {self.name}: are there dataset rows of hundreds of kilobytes?")
-        if not self._free.acquire(block=False) and not self._wait(self._free, timeout_s):
-            return False
-        with self._memory.locked():  # the copy too: else another producer could announce this slot before it is written
-            start = self._counts[0] % self.slots * self.slot_bytes
-            self._memory.buffer[start : start + 8 + len(data)] = len(data).to_bytes(8, "little") + data
-            self._counts[0] += 1
-        self._filled.release()
-        return True
+        return self._wait(lambda: self._write(data), f"room in the queue of {self.name}", timeout_s)
 
     def get(self, timeout_s: float = math.inf) -> Any | None:
         """The oldest message; None if the queue stayed empty."""
-        if not self._wait(self._filled, timeout_s):
-            return None
-        with self._memory.locked():
-            start = self._counts[1] % self.slots * self.slot_bytes
-            size = int.from_bytes(self._memory.buffer[start : start + 8], "little")
-            data = self._memory.buffer[start + 8 : start + 8 + size]
-            self._counts[1] += 1
-        self._free.release()
-        return decode(data)
+        data = self._wait(self._read, f"a message in the queue of {self.name}", timeout_s)
+        return decode(data) if data else None
 
-    def _wait(self, semaphore, timeout_s: float) -> bool:
-        if timeout_s < math.inf:
-            return semaphore.acquire(block=timeout_s > 0, timeout=timeout_s)  # a timed wait of 0 s would take 80 µs
-        while not self.stop.value:
-            if semaphore.acquire(timeout=0.1):
-                return True
-        raise Stopped
+    def _wait(self, attempt: Callable[[], Any], what: str, timeout_s: float) -> Any:
+        done = attempt()
+        if done or timeout_s <= 0:
+            return done
+        deadline, rest_s, self.waits_for = time.monotonic() + timeout_s, 0.0005, what
+        while not (done := attempt()) and (left_s := deadline - time.monotonic()) > 0:
+            if timeout_s == math.inf and self.stop.value:
+                raise Stopped(what)
+            self._rest(attempt, min(left_s, rest_s))
+            rest_s = min(2 * rest_s, 0.1)
+        self.waits_for = ""
+        return done
 
+    @abstractmethod
+    def _write(self, data: bytes) -> bool:
+        """Put it in if there is room."""
+
+    @abstractmethod
+    def _read(self) -> bytes | None:
+        """Take the oldest out if there is one."""
+
+    @abstractmethod
+    def _rest(self, attempt: Callable, seconds: float) -> None:
+        """Until another attempt is worth while, or so long."""
+
+    @abstractmethod
     def __len__(self) -> int:
-        return self._counts[0] - self._counts[1]
+        """Messages in it."""
 
 
 @dataclass(frozen=True)
 class Channels:
     """Every way between the roles, in the order of the data."""
 
-    prompts: SharedMemoryQueue  # preprocess -> any actor: training prompts
-    eval_prompts: SharedMemoryQueue  # preprocess -> actor 0: held-out prompts
-    completions: SharedMemoryQueue  # actor -> any reward worker
-    rollouts: SharedMemoryQueue  # reward worker -> preprocess
-    batches: list[SharedMemoryQueue]  # preprocess -> trainer rank r
-    weights: SharedMemoryWeights  # trainer rank 0 -> actors
-    reports: SharedMemoryQueue  # everybody -> launcher
-    stop: Any  # shared byte: 1 = every role is to stop
-
-
-def make_channels(cfg: Config, context) -> Channels:
-    """All queues, sized so that the largest message the configuration allows fits; memory is taken when used."""
-    stop, row_bytes = context.Value("b", 0, lock=False), ROW_BYTES + 2**12
-    prompt_tokens, completion_tokens = cfg.actor.max_prompt_tokens, cfg.actor.max_completion_tokens
-    samples = max(cfg.group_size, cfg.eval.samples)
-    group_bytes = row_bytes + 8 * prompt_tokens + samples * (24 * completion_tokens + 4096)
-    batch_bytes = row_bytes + cfg.batch_size * (44 * (prompt_tokens + completion_tokens) + 1024)
-    queue = functools.partial(SharedMemoryQueue, context=context, stop=stop)
-    return Channels(
-        prompts=queue("prompts", 4 * cfg.actors, group_bytes),
-        eval_prompts=queue("held-out prompts", 2 * cfg.eval.prompts, group_bytes),
-        completions=queue("completions", 64, group_bytes),
-        rollouts=queue("rollouts", 64, group_bytes),
-        batches=[queue("batches", cfg.preprocess.ready_batches + 1, batch_bytes) for _ in range(cfg.trainers)],
-        weights=SharedMemoryWeights(model_layout(cfg.model), cfg.actor.dtype, context),
-        reports=queue("reports", 256, group_bytes),
-        stop=stop,
-    )
+    prompts: list[Queue]  # preprocess -> actor i: training prompts
+    eval_prompts: Queue  # preprocess -> actor 0: held-out prompts
+    completions: Queue  # actor -> reward
+    rollouts: Queue  # reward -> preprocess
+    batches: list[Queue]  # preprocess -> trainer rank r
+    weights: SharedMemoryWeights | BroadcastWeights  # trainer rank 0 -> actors
+    reports: Queue  # everybody -> launcher
+    stop: Any  # shared byte: 1 = every role of this launcher is to stop
+    actors: Any  # shared bytes: `ActorState`
+    link: Any = None  # with several machines: a `store.Link`

@@ -1,4 +1,5 @@
-"""Record: what a run leaves behind. Reports of the roles become files, metrics for whatever shows them, and the screen.
+"""Record: what a run leaves behind, and how one goes on from it. Reports of the roles become files, metrics for
+whatever shows them, and the screen.
 
 consumes  reports, of the kinds that `Record.take` lists
 emits     metrics.jsonl, evals.jsonl, rollouts.jsonl, eval_rollouts.jsonl; checkpoints and best/, complete; logs
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.report import TITLES, read_lines, show_eval, show_rollout, show_step
-from config import Config, copy_model_files
+from config import Config, ConfigError, Start, copy_model_files
 
 START = time.monotonic()
 
@@ -103,6 +104,7 @@ class Record:
         self.time_before_s = self.steps[-1]["time_s"] if self.steps else 0.0
         self.in_flight: dict[int, int] = {}  # actor -> sequences
         self.done = Counter()  # by the actors since the last step
+        self.actor_restarts = 0
         self.verified, self.longest_call_s = Counter(), 0.0  # by the verifiers since the last step
         best, old = self.folder / "best", self.folder / "best.old"
         if old.exists() and not best.exists():
@@ -147,6 +149,11 @@ class Record:
             self.complete_checkpoint(values)
         elif kind == "trouble":
             self.trouble(values["what"])
+
+    def lost_actor(self, index: int) -> None:
+        """It died, and is started again."""
+        self.actor_restarts += 1
+        self.in_flight.pop(index, None)
 
     def trouble(self, what: str) -> None:
         """Something that the run survives, but that its exit code must tell of."""
@@ -231,6 +238,7 @@ class Record:
             "actor_idle_s": done["idle_s"],
             "actor_running_s": done["running_s"],
             "in_flight": sum(self.in_flight.values()),
+            "actor_restarts": self.actor_restarts,
             "verifier_calls": verified["calls"],
             "verifier_calls_failed": sum(n for key, n in verified.items() if key.startswith("failed_")),
             "verifier_mean_s": verified["busy_s"] / max(1, verified["calls"]),
@@ -251,6 +259,60 @@ def checkpoints(cfg: Config) -> list[Path]:
     """Complete ones, the oldest first."""
     folders = [folder for folder in cfg.checkpoint_dir(0).parent.glob("step-*") if not folder.suffix]
     return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
+
+
+def resume(cfg: Config) -> Start:
+    """The newest complete checkpoint; what the run did after it is cut from its files. Raises ConfigError if there is
+    none, or it is of a run that this configuration cannot continue (what the model's files hold is not compared)."""
+    found = checkpoints(cfg)
+    if not found:
+        raise ConfigError(f"{cfg.run_dir} has no complete checkpoint to resume: begin anew, with --overwrite")
+    before, now = json.loads((cfg.run_dir / "config.json").read_text()), resolved(cfg)
+    for key in ("model", "data", "prompt", "seed", "batch_size", "group_size"):
+        if before[key] != now[key]:
+            raise ConfigError(f"--resume: {key} is {now[key]}, the run has {before[key]}: what it did would not fit")
+    state, every = json.loads((found[-1] / "start.json").read_text()), max(1, cfg.eval.every)
+    evals = [line["eval_version"] for line in read_lines(cfg.run_dir / "evals.jsonl")]
+    last_eval = max((version for version in evals if version <= state["step"]), default=-1)
+    start = Start(folder=found[-1], next_eval=(last_eval // every + 1) * every, **state)
+    if start.step > cfg.steps or (start.step == cfg.steps and (last_eval == cfg.steps or not cfg.eval.every)):
+        raise ConfigError(f"--resume: {cfg.run_dir} is complete after {start.step} steps: give more --steps to go on")
+    for folder in (*cfg.checkpoint_dir(0).parent.glob("*.unfinished"), *cfg.run_dir.glob("evaluated-*.unfinished")):
+        print(f"launch.py: {folder} is half-written and ignored")
+        shutil.rmtree(folder)
+    of_evals = ("evals", "eval_version"), ("eval_rollouts", "eval_version")
+    for name, key in (("metrics", "step"), ("rollouts", "step"), *of_evals):
+        path, cut = cfg.run_dir / f"{name}.jsonl", cfg.run_dir / f"{name}.cut"
+        cut.write_text("".join(json.dumps(line) + "\n" for line in read_lines(path) if line[key] <= start.step))
+        cut.rename(path)
+    (cfg.run_dir / "trainers.rendezvous").unlink(missing_ok=True)
+    print(f"launch.py: going on from {start.folder}")
+    return start
+
+
+def prepare_run_dir(cfg: Config, again: bool = False) -> Start:
+    """Raises ConfigError if the run folder cannot be written, or holds what is not to be replaced. again: it is this
+    same run's, which torchrun has started anew: go on from its newest checkpoint, if it has one."""
+    if again:
+        found = checkpoints(cfg)
+        cfg = dataclasses.replace(cfg, resume=bool(found), overwrite=not found)
+    if cfg.overwrite and cfg.resume:
+        raise ConfigError("--overwrite would delete what --resume is to go on with: give one of them")
+    folder = cfg.run_dir
+    try:
+        start = resume(cfg) if cfg.resume else Start()
+        if not cfg.resume and folder.exists() and (folder.is_file() or any(folder.iterdir())):
+            if not cfg.overwrite:
+                choices = "give --overwrite to replace it, --resume to go on with it, or another --name"
+                raise ConfigError(f"{folder} already holds a run: {choices}")
+            if not (folder / "config.json").is_file():
+                raise ConfigError(f"{folder} is not empty and not a run: it is not replaced, choose another --name")
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(resolved(cfg), indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"the run folder cannot be written: {error}; choose another --runs-dir") from None
+    return start
 
 
 def flush(path: Path) -> None:

@@ -15,7 +15,6 @@ penalty is optional and off. Several ranks share the model by FSDP2; one rank on
 """
 
 import contextlib
-import datetime
 import functools
 import math
 import os
@@ -41,9 +40,7 @@ from bench.flops import matmul_flops_per_s, training_flops
 from config import Config, Start, copy_model_files
 from policy import load_policy, to_device
 from queues import Channels, MicroBatch, Report, StepBatch, Stopped
-from weights import SharedMemoryWeights
-
-A_DAY = datetime.timedelta(days=1)
+from weights import A_DAY, BroadcastWeights, SharedMemoryWeights
 
 # C completion tokens of a packed micro-batch enter the loss.
 
@@ -193,7 +190,7 @@ class Trainer:
         for name in self.layout:
             yield name, full(self.parameters[name].detach().to(dtype))
 
-    def publish(self, channel: SharedMemoryWeights, version: int) -> None:
+    def publish(self, channel: SharedMemoryWeights | BroadcastWeights, version: int) -> None:
         """A collective: weights are cast to the engine's dtype, then gathered and written one at a time."""
         weights = self.weights(getattr(torch, self.cfg.actor.dtype))
         if self.rank == 0:
@@ -256,22 +253,26 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def init_process_group(cfg: Config, rank: int, device: torch.device) -> None:
-    """Join the other trainers, through a file in the run folder: no port to collide on."""
+def init_process_group(cfg: Config, channels: Channels, rank: int, device: torch.device) -> None:
+    """Join the other trainers: through a file in the run folder (no port to collide on), or the store of a link."""
     if cfg.trainers == 1 and device.type == "cpu":
         return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine
+    if channels.link:
+        meeting = {"store": dist.PrefixStore("trainers", channels.link.client())}
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        meeting = {"init_method": f"file://{(cfg.run_dir / 'trainers.rendezvous').resolve()}"}
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{(cfg.run_dir / 'trainers.rendezvous').resolve()}",
         rank=rank,
         world_size=cfg.trainers,
         timeout=A_DAY,  # waiting for a batch may be long; the launcher sees who dies
         device_id=device if device.type == "cuda" else None,
+        **meeting,
     )
 
 
-def next_batch(channels: Channels, rank: int, device: torch.device) -> StepBatch | None:
+def next_batch(cfg: Config, channels: Channels, rank: int, device: torch.device) -> StepBatch | None:
     """This rank's part of the next step, or None when the run is to stop: all ranks get the same answer.
 
     Rank 0 decides. Its part is put last, so when it is there the others' parts are too.
@@ -284,7 +285,7 @@ def next_batch(channels: Channels, rank: int, device: torch.device) -> StepBatch
         go_on = torch.tensor([batch is not None], dtype=torch.int32, device=device)
         dist.broadcast(go_on, src=0)
         if rank and go_on.item():
-            batch = channels.batches[rank].get(timeout_s=0)
+            batch = channels.batches[rank].get(timeout_s=cfg.timeout_s)
             assert batch is not None, "rank 0 has its part of the step, this rank has none"
     return batch
 
@@ -292,8 +293,10 @@ def next_batch(channels: Channels, rank: int, device: torch.device) -> StepBatch
 def main(cfg: Config, channels: Channels, start: Start, rank: int, device_name: str) -> None:
     device, batch = torch.device(device_name), None
     torch.manual_seed(cfg.seed)
-    init_process_group(cfg, rank, device)
+    init_process_group(cfg, channels, rank, device)
     trainer = Trainer(cfg, channels.weights.layout, rank, device)
+    if rank == 0:
+        channels.weights.join(0, device)
     if start.folder:
         trainer.load_checkpoint(start.folder)
         trainer.publish(channels.weights, start.step)
@@ -305,15 +308,21 @@ def main(cfg: Config, channels: Channels, start: Start, rank: int, device_name: 
 
     for step in range(start.step, cfg.steps):
         began = time.monotonic()
-        following = next_batch(channels, rank, device)
+        following = next_batch(cfg, channels, rank, device)
         if following is None:
             break
         batch, waited = following, time.monotonic()
         assert batch.step == step, f"batch of step {batch.step} arrived at step {step}"
         metrics = {"step": step + 1, "version": step + 1} | batch.metrics | trainer.step(batch)
         stepped = time.monotonic()
-        trainer.publish(channels.weights, step + 1)
+        try:
+            trainer.publish(channels.weights, step + 1)
+        except ConnectionError:
+            if not channels.stop.value:
+                raise
+            break  # the actors were told before us
         times = {"wait_s": waited - began, "publish_s": time.monotonic() - stepped}
+        times["transfer_s"] = channels.weights.transfer_s
         report("step", metrics | times | {"queue_batches": len(channels.batches[0])})
         if cfg.checkpoint_every and (step + 1) % cfg.checkpoint_every == 0:
             trainer.write_checkpoint(batch, report)
@@ -324,5 +333,7 @@ def main(cfg: Config, channels: Channels, start: Start, rank: int, device_name: 
     except (OSError, SafetensorError) as error:
         report("trouble", {"what": f"the model was not saved: {error}"})
     trainer.checkpoint_written.wait()
+    if rank == 0:
+        channels.weights.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -37,7 +37,8 @@ def main() -> None:
 
     import launch
     from config import Start, presets
-    from queues import Prompt, make_channels
+    from queues import Prompt
+    from transport import make_channels
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=512, help="at least the samples that are decoded in a second")
@@ -61,7 +62,7 @@ def main() -> None:
         begin = time.monotonic()
         while (now := time.monotonic()) < begin + seconds:
             row = {"prompt": "", "answer": "", "sleep_s": sleep_s}
-            while channels.prompts.put(Prompt(group_id, 0, cfg.group_size, PROMPTS[group_id % 4], row), timeout_s=0):
+            while channels.prompts[0].put(Prompt(group_id, 0, cfg.group_size, PROMPTS[group_id % 4], row), timeout_s=0):
                 group_id += 1
             group = channels.rollouts.get(timeout_s=0.005)
             if group is not None and now > begin + seconds / 3:

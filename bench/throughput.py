@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 import launch  # noqa: E402
 import record  # noqa: E402
 from config import Config, model_layout, presets  # noqa: E402
-from queues import make_channels  # noqa: E402
+from transport import make_channels  # noqa: E402
 
 BATCHES = 20  # that training alone goes through
 

@@ -20,7 +20,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import launch  # noqa: E402
+import placement  # noqa: E402
 from bench.flops import matmul_flops_per_s  # noqa: E402
 from config import Config, TrainConfig, model_layout  # noqa: E402
 from packing import Sequence, make_micro_batch  # noqa: E402
@@ -86,8 +86,8 @@ def main() -> None:
     parser.add_argument("--activation-checkpointing", action="store_true")
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
-    if not on_gpu and not launch.KEEP_MEMORY.items() <= os.environ.items():  # as the launcher sets it for a trainer
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | launch.KEEP_MEMORY)
+    if not on_gpu and not placement.KEEP_MEMORY.items() <= os.environ.items():  # as the launcher sets it for a trainer
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | placement.KEEP_MEMORY)
     device = torch.device("cuda:0" if on_gpu else "cpu")
     name = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     with tempfile.TemporaryDirectory() as folder:

@@ -216,7 +216,7 @@ def staging():
 
 
 def test_reader_gets_the_newest_version_and_skips_older_ones():
-    weights = SharedMemoryWeights(LAYOUT, "float32", CONTEXT)
+    weights = SharedMemoryWeights(LAYOUT, "float32")
     for version in (1, 2, 3):
         weights.publish(version, weights_of(version))
     target = staging()
@@ -225,7 +225,7 @@ def test_reader_gets_the_newest_version_and_skips_older_ones():
 
 
 def test_publish_casts_and_refuses_missing_or_unknown_names():
-    weights = SharedMemoryWeights(LAYOUT, "bfloat16", CONTEXT)
+    weights = SharedMemoryWeights(LAYOUT, "bfloat16")
     weights.publish(1, [(n, t + 1e-4) for n, t in weights_of(1)])
     target = {name: tensor.bfloat16() for name, tensor in staging().items()}
     weights.pull(target)
@@ -239,7 +239,7 @@ def test_publish_casts_and_refuses_missing_or_unknown_names():
 
 def test_reader_overtaken_by_the_writer_copies_again():
     """A reader of version 1 that is so slow that version 3 is begun in the same buffer must not return a mixture."""
-    weights = SharedMemoryWeights(LAYOUT, "float32", CONTEXT)
+    weights = SharedMemoryWeights(LAYOUT, "float32")
     weights.publish(1, weights_of(1))
     views, calls = weights._views, []
 
@@ -271,7 +271,7 @@ LAYOUT_LARGE = {f"w{i}": (300, 100) for i in range(10)}
 
 
 def test_no_torn_read_while_another_process_publishes():
-    weights = SharedMemoryWeights(LAYOUT_LARGE, "float32", CONTEXT)
+    weights = SharedMemoryWeights(LAYOUT_LARGE, "float32")
     stop = CONTEXT.Value("b", 0, lock=False)
     process = CONTEXT.Process(target=_publish_for_ever, args=(weights, stop))
     process.start()

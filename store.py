@@ -1,0 +1,148 @@
+"""Store: the way between machines. Messages go through the TCPStore that torchrun keeps.
+
+A `Link` is what a process needs to take part: address, namespace and the secret of the run. `StoreQueue` has the
+interface of the one-machine queue. Messages are sealed: one that nobody who knows the secret has sent is dropped and
+counted, and never decoded. The store itself neither encrypts nor asks who is there: its network has to be private.
+"""
+
+import datetime
+import hashlib
+import hmac
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from config import Config
+from queues import Queue
+from weights import BroadcastWeights
+
+FRAME_BYTES = 4 * 2**20  # a payload over 8 MiB is refused by the store, and the connection closed
+LONGEST_REST_S = 0.01  # between two looks into the store
+SEAL_BYTES = 16
+
+_clients = threading.local()  # of this thread: a store's client is not for several
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way to the store, and the seal of the run. Picklable; every thread that uses it has its own connection."""
+
+    host: str
+    port: int
+    namespace: str
+    secret: bytes
+    timeout_s: float  # for an answer of the store
+
+    def __call__(self) -> dist.Store:
+        """This thread's client. Raises ConnectionError if the store cannot be reached."""
+        known, key = _clients.__dict__, f"{os.getpid()} {self.host} {self.port} {self.namespace}"
+        if key not in known:
+            known[key] = self.client()
+        return known[key]
+
+    def client(self) -> dist.Store:
+        """A new client, in the namespace."""
+        try:
+            store = dist.TCPStore(self.host, self.port, None, False, datetime.timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            raise self.lost("a connection") from error
+        return dist.PrefixStore(self.namespace, store)
+
+    def lost(self, waited_for: str) -> ConnectionError:
+        """The store has not answered in time, or closed the connection."""
+        where = f"the store at {self.host}:{self.port}, beside rank 0,"
+        return ConnectionError(f"{where} has not answered within {self.timeout_s:g} s; waited for {waited_for}")
+
+    def sealed(self, name: str, data: bytes) -> bytes:
+        """Data for the place `name`, after a digest that only the run's secret makes."""
+        return self._digest(name, data) + data
+
+    def opened(self, name: str, sealed: bytes) -> bytes | None:
+        """Inverse of `sealed`; None if it was sealed for another place, with another secret, or not at all."""
+        seal, data = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
+        return data if hmac.compare_digest(seal, self._digest(name, data)) else None
+
+    def _digest(self, name: str, data: bytes) -> bytes:
+        digest = hashlib.blake2b(name.encode() + b"\0", key=self.secret, digest_size=SEAL_BYTES)
+        digest.update(data)
+        return digest.digest()
+
+    def queue(self, name: str, slots: int, stop) -> "StoreQueue":
+        return StoreQueue(name, slots, stop, self)
+
+    def weights(self, layout: dict[str, tuple[int, ...]], cfg: Config) -> BroadcastWeights:
+        size = 1 + cfg.actors * cfg.actor.tp
+        return BroadcastWeights(layout, cfg.actor.dtype, self, size, cfg.train.overlap_sending)
+
+
+class StoreQueue(Queue):
+    """`SharedMemoryQueue` between machines.
+
+    A message is cut into frames that the store accepts. The first goes into the queue; the others lie ready before it
+    in a queue of their own, so that messages of several producers do not mix. Every producer looks for room before it
+    puts a message in: at most slots - 1 + the number of producers are in it.
+    """
+
+    def __init__(self, name: str, slots: int, stop, link: Link):
+        super().__init__(name, slots, stop)
+        self.link = link
+        self._empty_until = 0.0
+
+    def _write(self, data: bytes) -> bool:
+        return self._ask(lambda store: self._push(store, data), "room")
+
+    def _push(self, store: dist.Store, data: bytes) -> bool:
+        if store.queue_len(self.name) >= self.slots:
+            return False
+        sealed = self.link.sealed(self.name, data)
+        frames = [sealed[i : i + FRAME_BYTES] for i in range(0, len(sealed), FRAME_BYTES)]
+        rest = os.urandom(16)  # where the other frames are
+        for frame in frames[1:]:
+            store.queue_push(f"{self.name}/{rest.hex()}", frame)
+        store.queue_push(self.name, (len(frames) - 1).to_bytes(4, "little") + rest + frames[0])
+        return True
+
+    def _read(self) -> bytes | None:
+        if time.monotonic() < self._empty_until:
+            return None  # looked a moment ago: a decode loop has no time to ask at every step
+        data = self._ask(self._pop, "a message")
+        if data is None:
+            self._empty_until = time.monotonic() + LONGEST_REST_S
+        return data
+
+    def _pop(self, store: dist.Store) -> bytes | None:
+        while (first := pop(store, self.name)) is not None:
+            count, rest = int.from_bytes(first[:4], "little"), first[4:20].hex()
+            frames = [first[20:]]
+            while len(frames) <= count and (frame := pop(store, f"{self.name}/{rest}")) is not None:
+                frames.append(frame)
+            data = self.link.opened(self.name, b"".join(frames))
+            if data is not None:
+                return data
+            store.add("foreign", 1)
+        return None
+
+    def _ask(self, question: Callable[[dist.Store], object], waited_for: str):
+        try:
+            return question(self.link())
+        except dist.DistError as error:
+            raise self.link.lost(f"{waited_for} in the queue of {self.name}") from error
+
+    def _rest(self, attempt: Callable, seconds: float) -> None:
+        time.sleep(min(seconds, LONGEST_REST_S))
+        self._empty_until = 0.0
+
+    def __len__(self) -> int:
+        return self._ask(lambda store: store.queue_len(self.name), "the length")
+
+
+def pop(store: dist.Store, name: str) -> bytes | None:
+    """The oldest payload of a queue; None if it is empty."""
+    try:
+        return store.queue_pop(name, block=False)
+    except dist.QueueEmptyError:
+        return None
