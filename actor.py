@@ -42,13 +42,10 @@ class Engine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # `step` is ours: nothing decodes between two of its calls
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.actor.kv_cache_gib)
         import vllm
-        import vllm._custom_ops
         from vllm.sampling_params import RequestOutputKind
 
-        if device == "cpu":
-            # oneDNN packs linear weights at load, out of reach of an update, and for small batches is no faster.
-            vllm._custom_ops._supports_onednn = False
-        extra = {} if device == "cpu" else {"gpu_memory_utilization": cfg.actor.gpu_memory_utilization}
+        on_cpu = {"worker_cls": "cpu_worker.UnpackedWorker"}
+        on_gpu = {"gpu_memory_utilization": cfg.actor.gpu_memory_utilization}
         self.kv, self.requests = cfg.actor.kv, 0
         self.version = self.staged = self.offered = 0  # loaded, beside the model (-1: on its way), to be had
         self.engine = vllm.LLMEngine.from_engine_args(
@@ -66,7 +63,7 @@ class Engine:
                 async_scheduling=False,  # else a step in flight would be labelled with the next version
                 worker_extension_cls=f"{WeightReceiver.__module__}.WeightReceiver",
                 disable_log_stats=True,
-                **extra,
+                **(on_cpu if device == "cpu" else on_gpu),
             )
         )
         self.engine.set_weight_version("0")

@@ -18,6 +18,7 @@ import ctypes
 import dataclasses
 import importlib
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -83,6 +84,7 @@ def run_role(
     os.dup2(file, 2)
     role, _, index = name.partition("-")
     queues = [*channels.prompts, *channels.batches, *(q for q in vars(channels).values() if isinstance(q, Queue))]
+    code = 0
     try:
         module = importlib.import_module(role)
         life.begin(queues)
@@ -91,8 +93,11 @@ def run_role(
         print(f"{name} was told to stop while it waited for {waited_for}")
     except BaseException:
         traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # do not wait for the threads of a role that failed
+        code = 1
+    multiprocessing.util._exit_function()  # ends child processes
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # what is to be written is written: do not wait for threads, nor for process groups to be undone
 
 
 class Roles:

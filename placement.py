@@ -61,18 +61,18 @@ class Place:
 
     device: str  # torch device as the role sees it
     cores: tuple[int, ...]
-    threads: int
+    threads: int  # of each part
     gpu: str = ""  # CUDA_VISIBLE_DEVICES
     parts: int = 1  # processes that share the cores: the workers of a tensor-parallel engine
 
     def enter(self) -> None:
         """For the processes started from here on: what one has at its start it has in all its threads."""
         os.sched_setaffinity(0, self.cores)
-        share = max(1, len(self.cores) // self.parts)
-        workers = [self.cores[i * share : (i + 1) * share] or self.cores[:1] for i in range(self.parts)]
+        workers = [self.cores[i * self.threads : (i + 1) * self.threads] for i in range(self.parts)]
+        bind = "|".join(",".join(map(str, cores)) for cores in workers)
         os.environ |= {
             "OMP_NUM_THREADS": str(self.threads),
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, cores)) for cores in workers),
+            "VLLM_CPU_OMP_THREADS_BIND": bind if len(self.cores) == self.threads * self.parts else "nobind",
             "VLLM_NO_USAGE_STATS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",  # models are folders
@@ -123,12 +123,12 @@ def plan(cfg: Config, cores: Sequence[int], gpus: Sequence[str], ranks: range | 
     ranks = range(world_size(cfg)) if ranks is None else ranks
     use_gpus = cfg.device == "cuda" or (cfg.device == "auto" and len(gpus) >= len(ranks))
     if use_gpus and len(gpus) < len(ranks):
-        raise ConfigError(f"device cuda: trainers and actors need {len(ranks)} GPUs here, there are {len(gpus)}")
+        raise ConfigError(f"device cuda: trainers and actors need {len(ranks)} GPUs, there are {len(gpus)} here")
     share, own = len(cores) // len(ranks), {}
     for i, rank in enumerate(ranks):  # actors take the first cores; what is left over goes to the first trainer
         begin = share * (len(ranks) - 1 - i)
         mine = cores[begin : begin + share] if i else cores[begin:]
-        own[rank] = tuple(mine) if share else (cores[(len(ranks) - 1 - i) % len(cores)],)
+        own[rank] = tuple(mine if share else cores)  # fewer cores than ranks: all for all
     places = {}
     for rank in ranks:
         for name in roles(cfg, rank):
@@ -136,7 +136,7 @@ def plan(cfg: Config, cores: Sequence[int], gpus: Sequence[str], ranks: range | 
             all_cores = tuple(sorted({core for r in range(rank, rank + parts) for core in own[r]}))
             gpu = ",".join(gpus[r - ranks[0]] for r in range(rank, rank + parts)) if use_gpus else ""
             device = "cuda:0" if use_gpus else "cpu"
-            places[name] = Place(device, all_cores, max(1, len(own[rank]) if share else 1), gpu, parts)
+            places[name] = Place(device, all_cores, len(own[rank]) if share else 1, gpu, parts)
     trainers = [place for name, place in places.items() if name.startswith("train")] or list(places.values())
     light = tuple(sorted({core for place in trainers for core in place.cores}))
     reference = places.get("train-0", Place("cpu", light, 1))

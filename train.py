@@ -253,12 +253,12 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def init_process_group(cfg: Config, channels: Channels, rank: int, device: torch.device) -> None:
+def init_process_group(cfg: Config, rank: int, device: torch.device, link=None) -> None:
     """Join the other trainers: through a file in the run folder (no port to collide on), or the store of a link."""
     if cfg.trainers == 1 and device.type == "cpu":
         return
-    if channels.link:
-        meeting = {"store": dist.PrefixStore("trainers", channels.link.client())}
+    if link:
+        meeting = {"store": dist.PrefixStore("trainers", link.client())}
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         meeting = {"init_method": f"file://{(cfg.run_dir / 'trainers.rendezvous').resolve()}"}
@@ -293,7 +293,7 @@ def next_batch(cfg: Config, channels: Channels, rank: int, device: torch.device)
 def main(cfg: Config, channels: Channels, start: Start, rank: int, device_name: str) -> None:
     device, batch = torch.device(device_name), None
     torch.manual_seed(cfg.seed)
-    init_process_group(cfg, channels, rank, device)
+    init_process_group(cfg, rank, device, channels.link)
     trainer = Trainer(cfg, channels.weights.layout, rank, device)
     if rank == 0:
         channels.weights.join(0, device)

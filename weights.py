@@ -12,6 +12,7 @@ import bisect
 import contextlib
 import datetime
 import functools
+import json
 import threading
 import time
 from collections import Counter, deque
@@ -103,6 +104,7 @@ class SharedMemoryWeights:
     """
 
     transfer_s = 0.0  # actors fetch them
+    bucket_bytes = BUCKET_BYTES
 
     def __init__(self, layout: dict[str, tuple[int, ...]], dtype: str):
         self.layout, self.dtype = layout, dtype
@@ -135,8 +137,7 @@ class SharedMemoryWeights:
         """Copy the newest version into `staging` (on any device); returns that version."""
         while True:
             version = self.version
-            for mine, theirs in zip(staging.buckets, self._flat(version).buckets, strict=True):
-                mine.copy_(theirs)
+            staging.memory.copy_(self._flat(version).memory)
             if self._state[1] < version + 2:  # else our buffer was being written while we read it
                 return version
 
@@ -189,6 +190,9 @@ class BroadcastWeights:
 
     def _connect(self) -> None:
         store = self.store()
+        agreed = json.dumps([self.dtype, self.bucket_bytes, list(self.layout.items())])
+        if self.rank == 0:
+            store.set("layout", agreed)
         self.control = dist.ProcessGroupGloo(dist.PrefixStore("control", store), self.rank, self.size, A_DAY)
         self.data = self.control
         if self.device.type == "cuda":
@@ -196,6 +200,8 @@ class BroadcastWeights:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = A_DAY
             self.data = dist.ProcessGroupNCCL(dist.PrefixStore("data", store), self.rank, self.size, options)
+        if store.get("layout").decode() != agreed:
+            raise ValueError("this engine's model has weights of other names, shapes or dtype than the trainer's")
 
     # ---- trainer rank 0
 
@@ -320,7 +326,7 @@ class WeightReceiver:
         whole staged weights (or, of a model that several workers share, from a part of each)."""
         self.weights, model, dtype = weights, self.model_runner.model, getattr(torch, weights.dtype)
         allocate = functools.partial(torch.empty, dtype=dtype, device=self.device)
-        self.staging = Flat(weights.layout, allocate)
+        self.staging = Flat(weights.layout, allocate, weights.bucket_bytes)
         for path in Path(self.vllm_config.model_config.model).glob("*.safetensors"):
             for name in self.staging.tensors.keys() & (tensors := load_file(path)).keys():
                 self.staging.tensors[name].copy_(tensors[name])

@@ -1,6 +1,6 @@
 """Runs real vLLM through the in-flight update and compares it with transformers; prints its findings as JSON.
 
-    python tests/engine_scenarios.py qwen2-tied|qwen2-untied|llama FOLDER
+    python tests/engine_scenarios.py qwen2-tied|qwen2-untied|llama|qwen2-tied-tp2 FOLDER
 
 One engine in one process for all scenarios of an architecture: `test_engine.py` starts this and asserts on the result.
 """
@@ -9,14 +9,15 @@ import copy
 import dataclasses
 import functools
 import json
-import multiprocessing
 import os
 import sys
 from pathlib import Path
 
 os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 import torch
+import torch.distributed as dist
 from conftest import changed
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config
@@ -24,7 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2
 from actor import Engine
 from config import model_layout, presets
 from queues import Rollout
-from weights import SharedMemoryWeights
+from store import Link
+from weights import BroadcastWeights, SharedMemoryWeights
 
 PROMPTS = [[7, 10, 5, 12], [1, 2, 3], [4] * 20, [9, 8, 7, 6, 5, 4, 3, 2], [11, 0], [5, 5, 13, 5]]
 NEW_TOKENS = 24
@@ -38,7 +40,7 @@ def make_model(kind: str, folder: Path) -> None:
         initializer_range=0.15,
     )  # fmt: skip
     torch.manual_seed(1)
-    config = (LlamaConfig if kind == "llama" else Qwen2Config)(**common, tie_word_embeddings=kind == "qwen2-tied")
+    config = (LlamaConfig if kind == "llama" else Qwen2Config)(**common, tie_word_embeddings="tied" in kind.split("-"))
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(presets()["tiny"]().model)
     tokenizer.eos_token = None  # every sequence runs to its limit
@@ -49,18 +51,22 @@ def make_model(kind: str, folder: Path) -> None:
 class World:
     """The policy at every version, in transformers, and the engine under test."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, tp: int):
         layout = model_layout(folder)
         cfg = changed(
             presets()["tiny"](),
             model=folder,
-            actor=dict(max_prompt_tokens=400, max_completion_tokens=NEW_TOKENS, prefix_caching=True),
+            actor=dict(max_prompt_tokens=400, max_completion_tokens=NEW_TOKENS, prefix_caching=True, tp=tp),
         )
         self.policies = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()]
-        self.weights = SharedMemoryWeights(layout, "float32", multiprocessing.get_context("spawn"))
-        self.layout = layout
+        self.weights, self.layout = SharedMemoryWeights(layout, "float32"), layout
+        if tp > 1:  # two workers, and weights that come from a trainer elsewhere, in several buckets
+            self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            link = Link("127.0.0.1", self.store.port, "test", b"", 30)
+            self.weights = BroadcastWeights(layout, "float32", link, 1 + tp, bucket_bytes=50_000)
         self.engine = Engine(cfg, seed=0, device="cpu")
         self.engine.join_weight_channel(self.weights)
+        self.weights.join(0, torch.device("cpu"))
 
     def publish(self) -> None:
         """A next version in which every single weight differs a lot from the last one."""
@@ -75,9 +81,14 @@ class World:
 
     def update(self) -> None:
         self.publish()
-        while not self.engine.newer_weights_staged():
-            pass
+        self.stage()
         self.engine.load_weights()
+
+    def stage(self) -> None:
+        """Until the newest version lies beside the model."""
+        while self.engine.staged < len(self.policies) - 1:
+            self.engine.look_for_weights()
+            self.engine.stage_weights()
 
     def run(self, requests: dict[str, list[int]], steps: int | None = None) -> dict[str, Rollout]:
         done = {}
@@ -177,12 +188,14 @@ def prefix_cache(world: World) -> dict:
 
 
 def skipping(world: World) -> dict:
-    """Three versions are published while the actor decodes: it loads the newest alone."""
+    """Three versions are published while the actor decodes, or (broadcast) staged one over the other while it must not
+    load any: it loads the newest alone."""
     before = world.engine.version
     for _ in range(3):
         world.publish()
-    while not world.engine.newer_weights_staged():
-        pass
+        if isinstance(world.weights, BroadcastWeights):
+            world.stage()
+    world.stage()
     world.engine.load_weights()
     return {"loaded": world.engine.version - before}
 
@@ -217,17 +230,16 @@ def endings(world: World) -> dict:
 
 
 def saved(world: World, folder: Path) -> dict:
-    """The weights of the engine, written while newer ones are staged; those are staged again after it."""
+    """The weights of the engine, written while newer ones lie staged."""
     expected = dict(world.policies[-1].named_parameters(remove_duplicate=False))
     expected = {name: expected[name].detach().clone() for name in world.layout}
     world.publish()
-    while not world.engine.newer_weights_staged():
+    world.stage()
+    world.engine.save_weights(folder)
+    while world.engine.saved_weights() is None:
         pass
-    world.engine.save_weights(folder).result()
     found = load_file(folder / "model.safetensors")
     same = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-    while not world.engine.newer_weights_staged():
-        pass
     world.engine.load_weights()
     request = world.engine.submit(PROMPTS[0], 1.0)
     completion = world.run({request: PROMPTS[0]})[request]
@@ -241,7 +253,7 @@ def incomplete(world: World) -> str:
     """A channel that lacks a weight of the model is an error, not an old weight."""
     layout = {name: shape for name, shape in world.layout.items() if "0.mlp.down_proj" not in name}
     try:
-        world.engine.join_weight_channel(SharedMemoryWeights(layout, "float32", multiprocessing.get_context("spawn")))
+        world.engine.join_weight_channel(SharedMemoryWeights(layout, "float32"))
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -249,7 +261,7 @@ def incomplete(world: World) -> str:
 
 def main(kind: str, folder: Path) -> dict:
     make_model(kind, folder)
-    world = World(folder)
+    world = World(folder, tp=2 if kind.endswith("tp2") else 1)
     result = {
         "keep": across_updates(world, "keep"),
         "recompute": across_updates(world, "recompute"),

@@ -11,7 +11,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-KINDS = ("qwen2-tied", "qwen2-untied", "llama")
+KINDS = ("qwen2-tied", "qwen2-untied", "llama", "qwen2-tied-tp2")
 NEW_TOKENS = 24
 
 

@@ -11,6 +11,7 @@ from test_queues import make_queue
 from test_train import groups
 
 from config import Start, presets
+from life import ActorState
 from packing import Sequence, make_micro_batch, pack
 from preprocess import (
     Admission,
@@ -278,7 +279,7 @@ def test_failed_sample_has_no_part_in_baseline_loss_or_normaliser():
 def test_group_with_less_than_two_verified_samples_is_dropped_and_counted():
     one = preprocessor(changed(TINY, **SMALL, eval=dict(every=0)))
     one.issue_prompts()
-    prompt = one.channels.prompts.get()
+    prompt = one.channels.prompts[0].get()
     group = scored(prompt, [1.0, 0.0, 0.0, 0.0], 0)
     failed = [dataclasses.replace(r, reward=None, failure="timeout") for r in group.rollouts[1:]]
     one.take(RolloutGroup(prompt, group.rollouts[:1] + failed))
@@ -287,7 +288,7 @@ def test_group_with_less_than_two_verified_samples_is_dropped_and_counted():
     with pytest.raises(RuntimeError, match=r"the verifier failed \(it did in \d+ groups so far\)"):
         for _ in range(250):
             one.issue_prompts()
-            prompt = one.channels.prompts.get()
+            prompt = one.channels.prompts[0].get()
             one.take(RolloutGroup(prompt, failed))
 
 
@@ -335,9 +336,10 @@ def preprocessor(cfg, slots=300, start=None) -> Preprocessor:
         def decode(self, ids):
             return "x"
 
-    names = ("prompts", "eval_prompts", "completions", "rollouts", "reports")
-    queues = {name: make_queue(slots=slots) for name in names}
-    channels = Channels(**queues, batches=[make_queue(slots=8, slot_bytes=1 << 20)], weights=FakeWeights(), stop=None)
+    queues = {name: make_queue(slots=slots) for name in ("eval_prompts", "completions", "rollouts", "reports")}
+    queues |= {"prompts": [make_queue(slots=slots) for _ in range(cfg.actors)]}
+    queues |= {"batches": [make_queue(slots=8, slot_bytes=1 << 20)], "actors": [ActorState.UP] * cfg.actors}
+    channels = Channels(**queues, weights=FakeWeights(), stop=None)
     return Preprocessor(cfg, channels, start or Start(), Characters(), lambda micro_batch: micro_batch)
 
 
@@ -359,16 +361,18 @@ def test_prompts_are_issued_in_an_order_of_the_seed_whatever_the_number_of_actor
     for seed, actors in ((0, 1), (0, 5), (1, 1)):
         one = preprocessor(changed(TINY, **SMALL, seed=seed, actors=actors, eval=dict(every=0)))
         one.issue_prompts()
-        issued.append([one.channels.prompts.get().row for _ in range(len(one.channels.prompts))])
+        dealt = [[queue.get() for _ in range(len(queue))] for queue in one.channels.prompts]
+        assert max(map(len, dealt)) - min(map(len, dealt)) <= 1, "each actor gets its share"
+        issued.append([prompt.row for prompt in sorted(sum(dealt, []), key=lambda prompt: prompt.group_id)])
     assert issued[0] == issued[1] != issued[2] and len(issued[0]) == 6
 
 
 def test_groups_without_variance_are_dropped_counted_and_replaced():
     one = preprocessor(changed(TINY, **SMALL, eval=dict(every=0), preprocess=dict(zero_variance="drop")))
     one.issue_prompts()
-    assert len(one.channels.prompts) == one.next_prompt[0] == 6, "three steps of two groups"
+    assert len(one.channels.prompts[0]) == one.next_prompt[0] == 6, "three steps of two groups"
     for rewards in ([1.0] * 4, [1.0, 0.0, 0.0, 0.0], [0.0] * 4, [0.0, 0.0, 1.0, 1.0]):
-        one.take(scored(one.channels.prompts.get(), rewards, 0))
+        one.take(scored(one.channels.prompts[0].get(), rewards, 0))
     one.send_batches()
     batch = one.channels.batches[0].get()
     assert batch.metrics["dropped_zero_variance"] == 2
@@ -381,7 +385,7 @@ def test_groups_without_variance_are_kept_by_default_with_zero_advantage():
     one = preprocessor(changed(TINY, **SMALL, eval=dict(every=0)))
     one.issue_prompts()
     for _ in range(2):
-        one.take(scored(one.channels.prompts.get(), [1.0] * 4, 0))
+        one.take(scored(one.channels.prompts[0].get(), [1.0] * 4, 0))
     one.send_batches()
     batch = one.channels.batches[0].get()
     assert batch.metrics["no_variance_groups"] == 2 and batch.metrics["dropped_zero_variance"] == 0
@@ -395,7 +399,7 @@ def test_run_in_which_everything_is_filtered_ends_and_says_so():
     with pytest.raises(RuntimeError, match="the last 100 groups were all dropped"):
         for _ in range(101):
             one.issue_prompts()
-            one.take(scored(one.channels.prompts.get(), [0.0] * 4, 0))
+            one.take(scored(one.channels.prompts[0].get(), [0.0] * 4, 0))
 
 
 def test_no_group_starts_while_enough_batches_wait():
@@ -405,7 +409,7 @@ def test_no_group_starts_while_enough_batches_wait():
     )
     for _ in range(4):
         one.issue_prompts()
-        one.take(scored(one.channels.prompts.get(), [0.0, 1.0, 0.0, 1.0], 0))
+        one.take(scored(one.channels.prompts[0].get(), [0.0, 1.0, 0.0, 1.0], 0))
         one.send_batches()
     issued = one.next_prompt[0]
     one.issue_prompts()

@@ -13,19 +13,9 @@ import pytest
 import torch
 
 import queues
-from queues import (
-    MicroBatch,
-    Prompt,
-    Report,
-    Rollout,
-    RolloutGroup,
-    SharedMemoryQueue,
-    StepBatch,
-    Stopped,
-    decode,
-    encode,
-)
-from weights import SharedMemoryWeights
+from queues import MicroBatch, Prompt, Report, Rollout, RolloutGroup, StepBatch, Stopped, decode, encode
+from transport import SharedMemoryQueue
+from weights import Flat, SharedMemoryWeights
 
 CONTEXT = multiprocessing.get_context("spawn")
 
@@ -164,7 +154,8 @@ def test_what_goes_in_comes_out_once_with_several_producers_and_consumers():
 def test_2000_messages_of_50_tensors_pass_under_a_limit_of_128_open_files():
     script = textwrap.dedent("""
         import multiprocessing, resource, torch
-        from queues import MicroBatch, SharedMemoryQueue, StepBatch
+        from queues import MicroBatch, StepBatch
+        from transport import SharedMemoryQueue
         from test_queues import MESSAGES, encode
 
         def produce(queue):
@@ -211,8 +202,8 @@ def weights_of(version: int):
     return [(name, torch.full(shape, float(version))) for name, shape in LAYOUT.items()]
 
 
-def staging():
-    return {name: torch.full(shape, -1.0) for name, shape in LAYOUT.items()}
+def staging(layout=LAYOUT, dtype=torch.float32, **options) -> Flat:
+    return Flat(layout, lambda n: torch.full((n,), -1.0, dtype=dtype), **options)
 
 
 def test_reader_gets_the_newest_version_and_skips_older_ones():
@@ -221,19 +212,19 @@ def test_reader_gets_the_newest_version_and_skips_older_ones():
         weights.publish(version, weights_of(version))
     target = staging()
     assert weights.pull(target) == weights.version == 3
-    assert all((tensor == 3.0).all() for tensor in target.values())
+    assert all((tensor == 3.0).all() for tensor in target.tensors.values())
 
 
 def test_publish_casts_and_refuses_missing_or_unknown_names():
     weights = SharedMemoryWeights(LAYOUT, "bfloat16")
     weights.publish(1, [(n, t + 1e-4) for n, t in weights_of(1)])
-    target = {name: tensor.bfloat16() for name, tensor in staging().items()}
+    target = staging(dtype=torch.bfloat16)
     weights.pull(target)
-    assert target["norm"].tolist() == [1.0] * 7
+    assert target.tensors["norm"].tolist() == [1.0] * 7
     with pytest.raises(ValueError, match="1 weights were not published: .*head"):
         weights.publish(2, weights_of(2)[:2])
-    with pytest.raises(ValueError, match="'module.norm' is not in"):
-        weights.publish(2, [("module.norm", torch.zeros(7))])
+    with pytest.raises(ValueError, match="'module.norm' was published where 'norm' was due"):
+        weights.publish(2, [weights_of(2)[0], ("module.norm", torch.zeros(7))])
     assert weights.version == 1, "a version that is not whole must not be announced"
 
 
@@ -241,23 +232,23 @@ def test_reader_overtaken_by_the_writer_copies_again():
     """A reader of version 1 that is so slow that version 3 is begun in the same buffer must not return a mixture."""
     weights = SharedMemoryWeights(LAYOUT, "float32")
     weights.publish(1, weights_of(1))
-    views, calls = weights._views, []
+    flat, calls = weights._flat, []
 
-    def slow_views(version):
+    def slow_flat(version):
         calls.append(version)
-        found = views(version)
+        found = flat(version)
         if len(calls) == 1:  # two more versions arrive between the choice of the buffer and the copy
-            weights._views = views
+            weights._flat = flat
             weights.publish(2, weights_of(2))
             weights.publish(3, weights_of(3))
             weights._state[0], weights._state[1] = 2, 3  # ... the second not yet announced
-            weights._views = slow_views
+            weights._flat = slow_flat
         return found
 
-    weights._views = slow_views
+    weights._flat = slow_flat
     target = staging()
     assert weights.pull(target) == 2
-    assert all((tensor == 2.0).all() for tensor in target.values())
+    assert all((tensor == 2.0).all() for tensor in target.tensors.values())
 
 
 def _publish_for_ever(weights, stop):
@@ -275,12 +266,14 @@ def test_no_torn_read_while_another_process_publishes():
     stop = CONTEXT.Value("b", 0, lock=False)
     process = CONTEXT.Process(target=_publish_for_ever, args=(weights, stop))
     process.start()
-    target = {name: torch.zeros(shape) for name, shape in LAYOUT_LARGE.items()}
+    target = staging(LAYOUT_LARGE, bucket_bytes=100_000)
     seen = set()
     deadline = time.monotonic() + 60
     while len(seen) < 50 and time.monotonic() < deadline:
         version = weights.pull(target)
-        values = {tensor.unique().item() if tensor.unique().numel() == 1 else None for tensor in target.values()}
+        values = {
+            tensor.unique().item() if tensor.unique().numel() == 1 else None for tensor in target.tensors.values()
+        }
         assert values == {float(version)}
         seen.add(version)
     stop.value = 1

@@ -20,13 +20,12 @@ from test_queues import make_queue
 from test_runs import START_S, Run
 from test_train import CPU, TINY, groups, trainer
 
-import launch
 import train
 from bench.report import read_lines, summary
 from config import ConfigError, PromptConfig, Start
 from preprocess import make_step_batches
 from queues import Report, StepBatch
-from record import Record, checkpoints, resolved
+from record import Record, checkpoints, resolved, resume
 
 # ---------------------------------------------------------------- the trainer's part
 
@@ -160,7 +159,7 @@ def test_kill_at_any_moment_of_writing_leaves_a_checkpoint_that_loads(tmp_path):
         process.kill()
         process.join()
         half_written += len(list((cfg.run_dir / "checkpoints").glob("*.unfinished")))
-        start = launch.resume(changed(cfg, resume=True))
+        start = resume(changed(cfg, resume=True))
         one = trainer(cfg)
         one.load_checkpoint(start.folder)
         one.step(batch(start.step))
@@ -176,7 +175,7 @@ def test_groups_that_had_started_and_not_been_trained_start_again_and_no_other_d
     cfg = changed(cfg, preprocess=dict(zero_variance="drop"))
     one = preprocessor(cfg)
     one.issue_prompts()
-    prompts = [one.channels.prompts.get() for _ in range(len(one.channels.prompts))]
+    prompts = [one.channels.prompts[0].get() for _ in range(len(one.channels.prompts[0]))]
     assert [prompt.group_id for prompt in prompts] == list(range(8))
     one.take(scored(prompts[1], [1.0] * 4, 0))  # dropped
     for prompt in (prompts[0], prompts[3], prompts[2]):
@@ -187,12 +186,12 @@ def test_groups_that_had_started_and_not_been_trained_start_again_and_no_other_d
     assert sent.stream == {
         "next_group": 8,
         "unfinished": [3, 4, 5, 6, 7],
-        "dropped": dict(zero_variance=1, verifier_failed=0, prompt_too_long=0, malformed=0, held_out=0),
+        "dropped": dict(zero_variance=1, verifier_failed=0, repeated=0, prompt_too_long=0, malformed=0, held_out=0),
     }
     again = preprocessor(cfg, start=Start(step=1, **sent.stream))
     again.channels.weights.version = 1
     again.issue_prompts()
-    issued = [again.channels.prompts.get() for _ in range(len(again.channels.prompts))]
+    issued = [again.channels.prompts[0].get() for _ in range(len(again.channels.prompts[0]))]
     again.channels.weights.version = 0
     assert [prompt.group_id for prompt in issued] == [3, 4, 5, 6, 7, 8, 9, 10], "8 in all: four steps of two"
     assert [prompt.row for prompt in issued[:5]] == [prompt.row for prompt in prompts[3:]]
@@ -202,8 +201,8 @@ def test_groups_that_had_started_and_not_been_trained_start_again_and_no_other_d
     partly.channels.weights.version = 1
     partly.issue_prompts()
     partly.channels.weights.version = 0
-    assert len(partly.channels.prompts) == 2
-    for prompt in (partly.channels.prompts.get() for _ in range(2)):
+    assert len(partly.channels.prompts[0]) == 2
+    for prompt in (partly.channels.prompts[0].get() for _ in range(2)):
         partly.take(scored(prompt, [1.0, 0.0, 0.0, 0.0], 1))
     partly.send_batches()
     assert partly.channels.batches[0].get().stream == sent.stream | {"unfinished": [5, 6, 7]}
@@ -413,36 +412,36 @@ def test_changes_that_would_not_fit_are_refused_by_name_and_others_are_not(inter
         with pytest.raises(
             ConfigError, match=f"--resume: {key} is .*{last(value)}.*, the run has .*{last(getattr(cfg, key))}"
         ):
-            launch.resume(changed(cfg, **change))
+            resume(changed(cfg, **change))
     evals = cfg.run_dir / "evals.jsonl"
-    assert launch.resume(changed(cfg, steps=3)).step == 3, "its last evaluation is not in"
+    assert resume(changed(cfg, steps=3)).step == 3, "its last evaluation is not in"
     evals.write_text('{"eval_version": 3}\n')
     with pytest.raises(ConfigError, match="complete after 3 steps: give more --steps"):
-        launch.resume(changed(cfg, steps=3))
+        resume(changed(cfg, steps=3))
     allowed = changed(cfg, max_lag=1, steps=500, train=dict(lr=1e-5))
-    assert launch.resume(allowed).step == 3
+    assert resume(allowed).step == 3
 
 
 def test_nothing_to_resume_is_said(tmp_path, interrupted):
     with pytest.raises(ConfigError, match="no complete checkpoint to resume"):
-        launch.resume(changed(interrupted, name="other"))
+        resume(changed(interrupted, name="other"))
     shutil.rmtree(interrupted.run_dir / "checkpoints")
     with pytest.raises(ConfigError, match="no complete checkpoint to resume"):
-        launch.resume(interrupted)
+        resume(interrupted)
 
 
 def test_half_written_checkpoint_is_ignored_and_said(interrupted, capsys):
     newer = interrupted.run_dir / "checkpoints" / "step-7.unfinished"
     newer.mkdir()
     (newer / "__0_0.distcp").write_bytes(b"half")
-    assert launch.resume(interrupted).step == 3
+    assert resume(interrupted).step == 3
     assert "step-7.unfinished is half-written and ignored" in capsys.readouterr().out and not newer.exists()
 
 
 def test_lines_after_the_checkpoint_and_half_a_line_are_cut(interrupted):
     path = interrupted.run_dir / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 4)) + '{"step": 5, "los')
-    launch.resume(interrupted)
+    resume(interrupted)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
@@ -459,5 +458,5 @@ def test_lines_after_the_checkpoint_and_half_a_line_are_cut(interrupted):
 def test_evaluations_go_on_where_the_checkpoint_is(interrupted, every, versions, kept, due):
     path = interrupted.run_dir / "evals.jsonl"
     path.write_text("".join(json.dumps({"eval_version": version}) + "\n" for version in versions))
-    start = launch.resume(changed(interrupted, eval=dict(every=every)))
+    start = resume(changed(interrupted, eval=dict(every=every)))
     assert [line["eval_version"] for line in read_lines(path)] == kept and start.next_eval == due

@@ -201,7 +201,7 @@ def make_scorer(tmp_path, do: list[str], **config) -> Scorer:
     """A scorer with one group in its queue, whose samples do as they are told in turn."""
     cfg = changed(presets()["tiny"](), reward=dict(function="mine.py:by_order", timeout_s=TIMEOUT_S) | config)
     queues = {name: make_queue(slots=8) for name in ("completions", "rollouts", "reports")}
-    channels = Channels(**queues, prompts=None, eval_prompts=None, batches=[], weights=None, stop=None)
+    channels = Channels(**queues, prompts=None, eval_prompts=None, batches=[], weights=None, stop=None, actors=[])
     texts = iter(do)
     pool = Pool(lambda text, row: by_order(text, {"do": text}), cfg.reward, tmp_path)
     channels.completions.put(RolloutGroup(example(Prompt), [example(Rollout) for _ in do]))

@@ -1,5 +1,6 @@
 """The loss is the paper's, and the gradient does not depend on how the batch was cut."""
 
+import functools
 import math
 import multiprocessing
 import random
@@ -17,7 +18,7 @@ from policy import HeadLogprobs, Policy, load_policy
 from preprocess import make_step_batches
 from queues import MicroBatch, Prompt, Rollout, RolloutGroup, StepBatch
 from train import Trainer, full, learning_rate, policy_loss, step_metrics
-from weights import SharedMemoryWeights
+from weights import Flat, SharedMemoryWeights
 
 CPU = torch.device("cpu")
 TINY = presets()["tiny"]()
@@ -188,11 +189,12 @@ def _rank(rank: int, folder, results) -> None:
     one.policy.zero_grad()
     stepped = five_steps(one, 2)
     weights = {name: tensor.clone() for name, tensor in one.weights()}
-    channel = SharedMemoryWeights(model_layout(TINY.model), "bfloat16", multiprocessing.get_context("spawn"))
+    channel = SharedMemoryWeights(model_layout(TINY.model), "bfloat16")
     one.cfg = changed(cfg, actor=dict(dtype="bfloat16"))
     one.publish(channel, 5)
-    published = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in channel.layout.items()}
-    channel.pull(published)
+    staging = Flat(channel.layout, functools.partial(torch.empty, dtype=torch.bfloat16))
+    channel.pull(staging)
+    published = staging.tensors
     one.save(folder / "model")
     if rank == 0:
         torch.save((grads, metrics, stepped, weights, published), results)
