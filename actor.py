@@ -41,6 +41,8 @@ class Engine:
     def __init__(self, cfg: Config, seed: int, device: str):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # `step` is ours: nothing decodes between two of its calls
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.actor.kv_cache_gib)
+        if cfg.actor.enforce_eager:
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"  # vLLM compiles some of its sampler even so: seconds, for nothing
         import vllm
         from vllm.sampling_params import RequestOutputKind
 

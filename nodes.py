@@ -25,6 +25,7 @@ from life import End
 from placement import Ranks, roles
 from record import resolved
 from store import Link
+from weights import Background
 
 START_S = 120.0  # for the launchers to find each other: python and torch have to start
 
@@ -64,7 +65,7 @@ class Peers:
     """The other launchers."""
 
     def __init__(self, cfg: Config, ranks: Ranks):
-        self.cfg, self.ranks, self.end = cfg, ranks, None
+        self.cfg, self.ranks, self.end, self.beats = cfg, ranks, None, 0
         self.limit_s = cfg.timeout_s / 2  # of silence; the other half is for everybody to end
         self.meeting = Link(ranks.host, ranks.port, "pipelinerl", b"", cfg.timeout_s / 4)
         name, address = interface_towards(ranks.host, ranks.port)
@@ -92,7 +93,8 @@ class Peers:
         has started the job anew."""
         self.hosts = {self.ranks.rank: socket.gethostname()}
         start = self._receive(prepare) if self.ranks.rank == 0 else self._join()
-        threading.Thread(target=self._beat, daemon=True).start()
+        for thread in (self._beat, self._watch):
+            threading.Thread(target=thread, daemon=True).start()
         return start
 
     def _receive(self, prepare: Callable[[bool], Start]) -> Start:
@@ -143,7 +145,7 @@ class Peers:
         if not welcome:
             what = f"{socket.gethostname()} has another configuration or model than rank 0"
             raise ConfigError(f"{what}: start all with the same command, checkout and {self.cfg.model.name}/")
-        welcome = json.loads(welcome)
+        welcome = json.loads(bytes(welcome))
         self.link = dataclasses.replace(link, namespace=f"run-{welcome['attempt']}")
         store = self.link()
         store.set(f"beat/{self.ranks.rank}", "0")
@@ -151,7 +153,7 @@ class Peers:
             if time.monotonic() > deadline:
                 raise ConfigError(f"rank 0 at {self.ranks.host} has not seen all others within {START_S:g} s")
             time.sleep(0.02)
-        hosts = self.link.opened("hosts", store.get("hosts")) or b"{}"
+        hosts = bytes(self.link.opened("hosts", store.get("hosts")) or b"{}")
         self.hosts = {int(rank): host for rank, host in json.loads(hosts).items()}
         start = Start(**welcome["start"])
         return dataclasses.replace(start, folder=Path(start.folder) if start.folder else None)
@@ -160,42 +162,60 @@ class Peers:
 
     def conclude(self, end: End) -> End:
         """Say why the run ends; returns what all go by, which is what was said first."""
-        try:
+
+        def say() -> End:
             said = self.link.sealed("end", json.dumps(dataclasses.asdict(end)).encode())
-            self.end = self.end or self._read(self.link().compare_set("end", "", said)) or end
-        except (ConnectionError, RuntimeError):  # the store is lost: the others see that themselves
-            self.end = self.end or end
+            return self._read(self.link.client().compare_set("end", "", said)) or end
+
+        if self.end is None:
+            saying = Background(say)
+            saying.join(self.limit_s / 4)  # of a store that is lost there is no answer: the others see that themselves
+            self.end = self.end or (end if saying.is_alive() or saying.error else saying.result())
         return self.end
 
     def _read(self, sealed: bytes) -> End | None:
         said = self.link.opened("end", bytes(sealed))
-        return End(**json.loads(said)) if said is not None else None
+        return End(**json.loads(bytes(said))) if said is not None else None
 
     def _beat(self) -> None:
         """Until the end: beat, look whether it was said, and on rank 0 whether the others beat."""
-        interval_s, beats, looked = min(1.0, self.limit_s / 5), 0, time.monotonic()
-        keys = [f"beat/{rank}" for rank in range(self.ranks.size)]
-        seen: dict[int, bytes] = {}
-        silent_s = dict.fromkeys(range(1, self.ranks.size), 0.0)
+        interval_s, looked, silent_s = min(1.0, self.limit_s / 5), time.monotonic(), {}
+        keys, seen = [f"beat/{rank}" for rank in range(self.ranks.size)], {}
         while self.end is None:
             try:
-                store, beats = self.link(), beats + 1
-                store.set(keys[self.ranks.rank], str(beats))
+                store = self.link()
+                store.set(keys[self.ranks.rank], str(self.beats + 1))
                 if store.check(["end"]) and (end := self._read(store.get("end"))):
                     self.end = end
                     return
                 found = dict(enumerate(store.multi_get(keys))) if self.ranks.rank == 0 else {}
             except (ConnectionError, RuntimeError):
-                lost = self.link.lost("a sign of life")
-                self.end = End("failed", self.who(0), f"lost {self.who(0)}: {lost}")
-                return
-            now = time.monotonic()
-            for rank in silent_s:
-                # If this process itself stood still, the others' silence in that time says nothing.
-                silent_s[rank] = 0.0 if seen.get(rank) != found.get(rank) else silent_s[rank] + min(1, now - looked)
-                if found and silent_s[rank] > self.limit_s:
+                return  # the watch sees to it
+            self.beats += 1
+            # If this process itself stood still, the others' silence in that time says nothing.
+            since, looked = min(1.0, time.monotonic() - looked), time.monotonic()
+            for rank in set(found) - {0}:
+                silent_s[rank] = 0.0 if seen.get(rank) != found[rank] else silent_s[rank] + since
+                if silent_s[rank] > self.limit_s:
                     what = f"lost {self.who(rank)}: no sign of life for {silent_s[rank]:.0f} s"
                     self.conclude(End("failed", self.who(rank), what))
                     return
-            seen, looked = found, now
+            seen = found
             time.sleep(interval_s)
+
+    def _watch(self) -> None:
+        """That the beat goes on: a call to a store that cannot be reached never comes back. Nor may the main thread's,
+        then this process ends here; its roles die with it."""
+        seen, silent_s = self.beats, 0.0
+        while self.end is None and silent_s < self.limit_s:
+            time.sleep(0.1)
+            silent_s = 0.0 if self.beats != seen else silent_s + 0.1
+            seen = self.beats
+        where = f"{self.ranks.host}:{self.ranks.port}"
+        if self.end is None:
+            what = f"lost {self.who(0)}, or the way to it: its store at {where} has not answered for {silent_s:.0f} s"
+            self.end = End("failed", self.who(0), what)
+        if self.end.kind == "failed":
+            time.sleep(self.limit_s)
+            print(f"launch.py: rank {self.ranks.rank} could not end in order: {self.end.what}", flush=True)
+            os._exit(1)

@@ -6,7 +6,6 @@ counted, and never decoded. The store itself neither encrypts nor asks who is th
 """
 
 import datetime
-import hashlib
 import hmac
 import os
 import threading
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from blake3 import blake3
 
 from config import Config
 from queues import Queue
@@ -22,7 +22,8 @@ from weights import BroadcastWeights
 
 FRAME_BYTES = 4 * 2**20  # a payload over 8 MiB is refused by the store, and the connection closed
 LONGEST_REST_S = 0.01  # between two looks into the store
-SEAL_BYTES = 16
+SEAL_BYTES, REST_BYTES = 16, 8
+HEAD_BYTES = 4 + REST_BYTES + SEAL_BYTES  # number of other frames, where they are, seal
 
 _clients = threading.local()  # of this thread: a store's client is not for several
 
@@ -57,22 +58,24 @@ class Link:
         where = f"the store at {self.host}:{self.port}, beside rank 0,"
         return ConnectionError(f"{where} has not answered within {self.timeout_s:g} s; waited for {waited_for}")
 
+    def seal(self, name: str, data: bytes) -> bytes:
+        """What only the run's secret makes of data for the place `name`."""
+        return blake3(name.encode() + b"\0", key=self.secret).update(data).digest(SEAL_BYTES)
+
     def sealed(self, name: str, data: bytes) -> bytes:
-        """Data for the place `name`, after a digest that only the run's secret makes."""
-        return self._digest(name, data) + data
+        return self.seal(name, data) + data
 
-    def opened(self, name: str, sealed: bytes) -> bytes | None:
+    def opened(self, name: str, sealed: bytes) -> memoryview | None:
         """Inverse of `sealed`; None if it was sealed for another place, with another secret, or not at all."""
-        seal, data = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
-        return data if hmac.compare_digest(seal, self._digest(name, data)) else None
+        seal, data = memoryview(sealed)[:SEAL_BYTES], memoryview(sealed)[SEAL_BYTES:]
+        return data if hmac.compare_digest(seal, self.seal(name, data)) else None
 
-    def _digest(self, name: str, data: bytes) -> bytes:
-        digest = hashlib.blake2b(name.encode() + b"\0", key=self.secret, digest_size=SEAL_BYTES)
-        digest.update(data)
-        return digest.digest()
+    def foreign(self) -> int:
+        """Messages that were dropped so far, by anybody."""
+        return self().add("foreign", 0)
 
-    def queue(self, name: str, slots: int, stop) -> "StoreQueue":
-        return StoreQueue(name, slots, stop, self)
+    def queue(self, name: str, slots: int, stop, producers: int = 1) -> "StoreQueue":
+        return StoreQueue(name, slots, stop, self, producers)
 
     def weights(self, layout: dict[str, tuple[int, ...]], cfg: Config) -> BroadcastWeights:
         size = 1 + cfg.actors * cfg.actor.tp
@@ -83,27 +86,33 @@ class StoreQueue(Queue):
     """`SharedMemoryQueue` between machines.
 
     A message is cut into frames that the store accepts. The first goes into the queue; the others lie ready before it
-    in a queue of their own, so that messages of several producers do not mix. Every producer looks for room before it
-    puts a message in: at most slots - 1 + the number of producers are in it.
+    in a queue of their own, so that messages of several producers do not mix. A producer that looks for room may fill
+    its share of it before it looks again: one alone never puts in more than `slots`, several together twice as many. It
+    takes the queue for full when an eighth is free.
     """
 
-    def __init__(self, name: str, slots: int, stop, link: Link):
+    def __init__(self, name: str, slots: int, stop, link: Link, producers: int = 1):
         super().__init__(name, slots, stop)
-        self.link = link
+        self.link, self.producers = link, producers
+        self._room = 0  # our share of what was seen
         self._empty_until = 0.0
 
     def _write(self, data: bytes) -> bool:
         return self._ask(lambda store: self._push(store, data), "room")
 
     def _push(self, store: dist.Store, data: bytes) -> bool:
-        if store.queue_len(self.name) >= self.slots:
-            return False
-        sealed = self.link.sealed(self.name, data)
-        frames = [sealed[i : i + FRAME_BYTES] for i in range(0, len(sealed), FRAME_BYTES)]
-        rest = os.urandom(16)  # where the other frames are
-        for frame in frames[1:]:
-            store.queue_push(f"{self.name}/{rest.hex()}", frame)
-        store.queue_push(self.name, (len(frames) - 1).to_bytes(4, "little") + rest + frames[0])
+        if self._room < 1:
+            free = self.slots - store.queue_len(self.name)
+            if free <= self.slots // 8:  # from then on every look would find room for one: wait for more
+                return False
+            self._room = max(1, free // self.producers)
+        self._room -= 1
+        rest, seal = os.urandom(REST_BYTES), self.link.seal(self.name, data)  # rest: where the other frames are
+        first = FRAME_BYTES - HEAD_BYTES
+        others = range(first, len(data), FRAME_BYTES)
+        for i in others:
+            store.queue_push(f"{self.name}/{rest.hex()}", data[i : i + FRAME_BYTES])
+        store.queue_push(self.name, b"".join((len(others).to_bytes(4, "little"), rest, seal, data[:first])))
         return True
 
     def _read(self) -> bytes | None:
@@ -116,12 +125,15 @@ class StoreQueue(Queue):
 
     def _pop(self, store: dist.Store) -> bytes | None:
         while (first := pop(store, self.name)) is not None:
-            count, rest = int.from_bytes(first[:4], "little"), first[4:20].hex()
-            frames = [first[20:]]
-            while len(frames) <= count and (frame := pop(store, f"{self.name}/{rest}")) is not None:
-                frames.append(frame)
-            data = self.link.opened(self.name, b"".join(frames))
-            if data is not None:
+            head = memoryview(first)
+            frames, rest = int.from_bytes(head[:4], "little"), head[4 : 4 + REST_BYTES].hex()
+            sealed = head[4 + REST_BYTES :]
+            if frames:
+                parts = [sealed]
+                while len(parts) <= frames and (part := pop(store, f"{self.name}/{rest}")) is not None:
+                    parts.append(part)
+                sealed = b"".join(parts)
+            if (data := self.link.opened(self.name, sealed)) is not None:
                 return data
             store.add("foreign", 1)
         return None

@@ -73,17 +73,17 @@ def make_channels(cfg: Config, context, link=None) -> Channels:
     def local(name: str, slots: int, slot_bytes: int) -> Queue:
         return SharedMemoryQueue(name, slots, slot_bytes, context, stop)
 
-    def queue(name: str, slots: int, slot_bytes: int) -> Queue:
-        return link.queue(name, slots, stop) if link else local(name, slots, slot_bytes)
+    def queue(name: str, slots: int, slot_bytes: int, producers: int = 1) -> Queue:
+        return link.queue(name, slots, stop, producers) if link else local(name, slots, slot_bytes)
 
     return Channels(
         prompts=[queue(f"prompts for actor {i}", 4, group_bytes) for i in range(cfg.actors)],
         eval_prompts=queue("held-out prompts", 2 * cfg.eval.prompts, group_bytes),
-        completions=queue("completions", 64, group_bytes),
+        completions=queue("completions", 64, group_bytes, cfg.actors),
         rollouts=local("rollouts", 64, group_bytes),
         batches=[queue(f"batches for trainer {i}", ready + 1, batch_bytes) for i in range(cfg.trainers)],
         weights=link.weights(layout, cfg) if link else SharedMemoryWeights(layout, dtype),
-        reports=queue("reports", 256, group_bytes),
+        reports=queue("reports", 256, group_bytes, cfg.actors + 3),
         stop=stop,
         actors=context.Array("b", [ActorState.UP if link else ActorState.STARTING] * cfg.actors, lock=False),
         link=link,

@@ -79,20 +79,20 @@ class Background(threading.Thread):
 
     def __init__(self, call: Callable[[], Any]):
         super().__init__(daemon=True)
-        self._call, self._result, self._error = call, None, None
+        self._call, self._result, self.error = call, None, None
         self.start()
 
     def run(self) -> None:
         try:
             self._result = self._call()
         except Exception as error:  # raised again where the result is asked for
-            self._error = error
+            self.error = error
 
     def result(self) -> Any:
         """What the call returned, or raises what it raised; waits for it."""
         self.join()
-        if self._error:
-            raise self._error
+        if self.error:
+            raise self.error
         return self._result
 
 
