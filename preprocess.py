@@ -268,6 +268,7 @@ class Preprocessor:
             groups = [self.finished.pop(group_id) for group_id in group_ids]
             metrics = batch_metrics(self.cfg, groups, self.dropped_groups)
             metrics["queue_rollouts"] = len(self.channels.rollouts)
+            metrics["foreign_messages"] = self.channels.link.foreign() if self.channels.link else 0
             metrics |= {f"dropped_{reason}": n for reason, n in self.dropped.items()}
             self.dropped_groups = []
             batches = make_step_batches(self.cfg, step, groups, self.cfg.trainers, metrics, self.stream_position())

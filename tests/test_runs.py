@@ -21,10 +21,11 @@ START_S = 240  # for the first optimizer step, vLLM's cold start on a busy machi
 class Run:
     """`python launch.py tiny …` as a user starts it, in a session of its own."""
 
-    def __init__(self, runs_dir: Path, *argv: str, name: str = "run", preset: tuple[str, ...] = ("tiny",)):
+    def __init__(self, runs_dir: Path, *argv: str, name: str = "run", preset: tuple[str, ...] = ("tiny",),
+                 command: tuple[str, ...] = (sys.executable, "launch.py")):  # fmt: skip
         self.folder = runs_dir / name
         self.shared_memory_before = set(os.listdir("/dev/shm"))
-        command = [sys.executable, "launch.py", *preset, "--runs-dir", str(runs_dir), "--name", name, *argv]
+        command = [*command, *preset, "--runs-dir", str(runs_dir), "--name", name, *argv]
         self.output = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdout=self.output, stderr=self.output, start_new_session=True
