@@ -24,14 +24,15 @@ def check(cfg: Config) -> None:
 def _wrong_values(cfg: Config) -> Iterator[str]:
     counts = "actors batch_size group_size reward.workers actor.sequences actor.max_prompt_tokens "
     counts += "actor.max_completion_tokens preprocess.max_tokens_per_microbatch preprocess.ready_batches eval.prompts "
-    counts += "actor.kv_cache_gib keep_checkpoints" + (" steps trainers" if cfg.steps or cfg.trainers else "")
+    counts += "actor.kv_cache_gib actor.tp keep_checkpoints" + (" steps trainers" if cfg.steps or cfg.trainers else "")
     positive = "actor.gpu_memory_utilization train.lr train.clamp train.max_grad_norm reward.timeout_s "
     positive += "reward.memory_gib"
     others = "seed max_lag eval.every show_every train.warmup_steps train.kl_coef train.weight_decay checkpoint_every "
-    others += "eval.samples reward.soft_limit_tokens"
+    others += "eval.samples reward.soft_limit_tokens max_actor_restarts"
     for names, want, right in (
         (counts, "at least 1", lambda value: value >= 1),
         ("actor.temperature eval.temperature", "at least 0.01, vLLM's least", lambda value: value >= 0.01),
+        ("timeout_s", "at least 5, for a process that is only slow", lambda value: value >= 5),
         (positive, "more than 0", lambda value: value > 0),
         (others, "0 or more", lambda value: value >= 0),
     ):
@@ -71,7 +72,8 @@ def _wrong_model(cfg: Config) -> Iterator[str]:
     if not files & {"tokenizer.json", "tokenizer.model", "vocab.json"}:
         yield f"model folder {cfg.model} has no tokenizer: save it there with tokenizer.save_pretrained()"
     try:
-        context = json.loads((cfg.model / "config.json").read_text()).get("max_position_embeddings") or math.inf
+        config = json.loads((cfg.model / "config.json").read_text())
+        context, heads = config.get("max_position_embeddings") or math.inf, config.get("num_attention_heads", 0)
         model_layout(cfg.model)
         chat = has_chat_template(cfg.model)
     except (ValueError, SafetensorError) as error:
@@ -80,6 +82,8 @@ def _wrong_model(cfg: Config) -> Iterator[str]:
     if prompt + completion > context:
         budget = f"max_prompt_tokens {prompt} + max_completion_tokens {completion} = {prompt + completion}"
         yield f"{budget} is over the model's context of {context} tokens: lower one of them"
+    if heads % cfg.actor.tp:
+        yield f"actor.tp {cfg.actor.tp} does not divide the model's {heads} attention heads: take a divisor"
     if cfg.prompt.template == "chat" and not chat:
         yield f"prompt.template chat: the tokenizer in {cfg.model} has no chat template"
     if cfg.prompt.few_shot and uses_chat_template(cfg):

@@ -1,6 +1,6 @@
 """Runs real vLLM through the in-flight update and compares it with transformers; prints its findings as JSON.
 
-    python tests/engine_scenarios.py qwen2-tied|qwen2-untied|llama|qwen2-tied-tp2 FOLDER
+    python tests/engine_scenarios.py qwen2-tied|llama|qwen2-untied-tp2 FOLDER
 
 One engine in one process for all scenarios of an architecture: `test_engine.py` starts this and asserts on the result.
 """

@@ -79,6 +79,8 @@ def refused(capsys, *argv) -> str:
         (["tiny", "--seed", "-1"], "seed is -1: want 0 or more"),
         (["tiny", "--max-lag", "-1"], "max_lag is -1: want 0 or more"),
         (["tiny", "--train.adam-betas", "0.9", "1.0"], "train.adam_betas"),
+        (["tiny", "--actor.tp", "3"], "actor.tp 3 does not divide the model's 4 attention heads"),
+        (["tiny", "--timeout", "1"], "timeout_s is 1.0: want at least 5"),
         (["tiny", "--device", "cuda", "--actors", "7000"], "need 7001 GPUs, there are"),
     ],
     ids=lambda value: value[1] if isinstance(value, list) and len(value) > 1 else None,

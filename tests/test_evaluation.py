@@ -167,3 +167,26 @@ def test_what_an_evaluation_that_was_cut_short_has_written_goes(tmp_path):
     book.take("evaluated", {"version": 3})
     book.close()
     assert not list(cfg.run_dir.glob("evaluated-*")) and not (cfg.run_dir / "best").exists()
+
+
+def test_evaluation_whose_actor_died_is_made_again_whole_and_takes_nothing_of_the_one_before():
+    one = preprocessor(changed(TINY, **SMALL, eval=dict(every=2, prompts=3, greedy=False)))
+    one.issue_eval()
+    first = [one.channels.eval_prompts.get() for _ in range(2)]
+    one.take_eval(scored(first[0], [0.0], 0))
+    one.take_back(0)
+    assert not len(one.channels.eval_prompts), "the third is not left for the actor that comes"
+    one.channels.weights.version = 1
+    one.issue_eval()
+    again = [one.channels.eval_prompts.get() for _ in range(len(one.channels.eval_prompts))]
+    assert len(again) == 3 and not {prompt.group_id for prompt in again} & {prompt.group_id for prompt in first}
+    one.take_eval(scored(first[1], [0.0], 0))  # it was on its way
+    for prompt in again:
+        one.take_eval(scored(prompt, [1.0], 1))
+    one.channels.weights.version = 0
+    reports = []
+    while (report := one.channels.reports.get(timeout_s=0)) is not None:
+        reports.append(report)
+    (result,) = [report.values for report in reports if report.kind == "eval"]
+    assert result["eval_version"] == 1 and result["eval_accuracy"] == 1.0
+    assert sum(report.kind == "eval_rollout" for report in reports) == 3, "of the whole one alone"

@@ -6,7 +6,6 @@ Real torchrun, real vLLM; two machines are two network namespaces with a link be
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -62,12 +61,12 @@ def wait_for_text(run: Run, words: str, within_s: float) -> float:
     return time.monotonic() - start
 
 
-def test_three_ranks_survive_the_death_of_one_and_the_silence_of_another_and_lose_no_group(tmp_path):
-    """One trainer and two actors under `torchrun --max-restarts`: a killed trainer, then a stopped actor."""
-    steps = 24
+def test_three_ranks_come_back_from_the_death_of_one_and_lose_no_group_and_repeat_none(tmp_path):
+    """One trainer and two actors under `torchrun --max-restarts`; the trainer is killed."""
+    steps = 12
     argv = ("--actors", "2", "--steps", str(steps), "--eval.every", "0", "--checkpoint-every", "2", *SMALL)
-    run = torchrun(tmp_path, *argv, options=("--nproc-per-node", "3", "--max-restarts", "2"))
-    run.wait_for_step(6)
+    run = torchrun(tmp_path, *argv, options=("--nproc-per-node", "3", "--max-restarts", "1"))
+    run.wait_for_step(5)
     family = run.family()
     run.role("train-0").kill()
     wait_for_text(run, "failed (train-0)", TIMEOUT_S)
@@ -75,22 +74,11 @@ def test_three_ranks_survive_the_death_of_one_and_the_silence_of_another_and_los
     for rank, actor in ((1, "actor-0"), (2, "actor-1")):
         wait_for_text(run, f"rank {rank} ends: train-0 was killed by SIGKILL", TIMEOUT_S)
         assert re.search(rf"rank {rank}, {actor}, was (waiting for|in) ", run.text()), run.text()
-    run.assert_nothing_left([process for process in family if process.pid not in agents(run)], within_s=TIMEOUT_S)
-    wait_for_text(run, "going on from", START_S)
-    again = len(run.lines("metrics.jsonl"))
-    run.wait_for_step(again + 4)
-    run.role("actor-1").send_signal(signal.SIGSTOP)
-    wait_for_text(run, "failed (actor-1)", TIMEOUT_S)
-    assert "actor-1 has stopped answering" in run.text()
+    run.assert_nothing_left(family, within_s=TIMEOUT_S)
     assert run.wait(START_S) == 0, run.text()
     assert_sound(run, steps)
-    assert run.text().count("going on from") == 2
+    assert run.text().count("going on from") == 1
     assert (run.folder / "model" / "model.safetensors").exists() and not (run.folder / "secret").exists()
-
-
-def agents(run: Run) -> set[int]:
-    """torchrun itself."""
-    return {run.process.pid}
 
 
 # ---------------------------------------------------------------- two machines
@@ -152,10 +140,11 @@ def test_two_machines_learn_as_one_and_both_end_when_the_link_between_them_is_cu
     options += ("--rdzv-endpoint", f"{machines.ADDRESS['a']}:29400", "--rdzv-id", "one")
     runs = []
     for core, side in enumerate("ba"):  # the agent that keeps the store has to be there first, or to be waited for
-        local = ("--local-addr", machines.ADDRESS[side])
+        local = ("--local-addr", machines.ADDRESS[side], "--rdzv-conf", f"is_host={side == 'a'}")
         prefix = (*machines.prefix(side), "taskset", "-c", str(core))
         runs.append(torchrun(tmp_path, *argv, options=(*options, *local), prefix=prefix))
     b, a = runs
+    families = []
     try:
         deadline = time.monotonic() + 2 * START_S
         while len(a.lines("evals.jsonl")) < 2:
@@ -167,11 +156,7 @@ def test_two_machines_learn_as_one_and_both_end_when_the_link_between_them_is_cu
         machines.cut()
         start = time.monotonic()
         for run in runs:
-            while (
-                "could not end in order" not in run.text()
-                and " ends: " not in run.text()
-                and "failed (" not in run.text()
-            ):
+            while not re.search(r"could not end in order| ends: |failed \(", run.text()):
                 assert time.monotonic() - start < TIMEOUT_S, a.text() + b.text()
                 time.sleep(0.05)
         roles = [p for p in families if p.is_running() and p.name() in ("actor-0", "train-0", "preprocess", "reward")]
@@ -184,10 +169,9 @@ def test_two_machines_learn_as_one_and_both_end_when_the_link_between_them_is_cu
         assert groups_trained(a) == list(range(16 * steps)) and steps >= 60
         assert max(line["lag_max"] for line in lines) <= 4 and all(line["ess"] > 0.9 for line in lines)
     finally:
-        for run in runs:
-            for process in run.family() + [run.launcher]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+        for process in families + [run.launcher for run in runs]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 @needs_networks

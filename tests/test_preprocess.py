@@ -424,3 +424,38 @@ def test_truncated_fraction_counts_length_only():
     reasons = ["stop", "length", "stop", "stop"]
     rollouts = [dataclasses.replace(r, finish_reason=f) for r, f in zip(batch_groups[0].rollouts, reasons, strict=True)]
     assert batch_metrics(TINY, [RolloutGroup(batch_groups[0].prompt, rollouts)], [])["truncated_fraction"] == 0.25
+
+
+# ---------------------------------------------------------------- actors that die
+
+
+def test_groups_of_a_dead_actor_are_issued_again_and_what_it_had_sent_is_taken_once():
+    one = preprocessor(changed(TINY, **SMALL, actors=2, eval=dict(every=0)))
+    one.issue_prompts()
+    held = [[queue.get() for _ in range(len(queue) - 1)] for queue in one.channels.prompts]  # one is left in each queue
+    assert [len(prompts) for prompts in held] == [2, 2]
+    in_transit = scored(held[0][0], [1.0, 0.0, 0.0, 0.0], 0)  # of actor 0: finished, and on its way
+    one.channels.actors[0] = ActorState.DEAD
+    one.take_back(0)
+    assert one.channels.actors[0] == ActorState.TAKEN_BACK and not len(one.channels.prompts[0])
+    one.take(in_transit)
+    one.issue_prompts()
+    issued = [one.channels.prompts[1].get() for _ in range(len(one.channels.prompts[1]))]
+    again = [prompt for prompt in issued if prompt.group_id in (0, 2, 4)]
+    assert [prompt.group_id for prompt in again] == [0, 2, 4], "also the one that was in its queue, and that in transit"
+    assert all(prompt.version == 0 for prompt in again), "their lag is bounded from where they first started"
+    for prompt in [*again, *held[1]]:
+        one.take(scored(prompt, [1.0, 0.0, 0.0, 0.0], 0))
+    assert one.dropped["repeated"] == 1 and sorted(one.finished) == [0, 1, 2, 3, 4]
+
+
+def test_no_group_is_issued_to_an_actor_that_is_not_up_or_whose_weights_stand_still_for_an_evaluation():
+    one = preprocessor(changed(TINY, **SMALL, actors=3, eval=dict(every=2, prompts=3)))
+    one.channels.actors[1] = ActorState.STARTING
+    one.issue_eval()  # on actor 0
+    one.issue_prompts()
+    assert [len(queue) for queue in one.channels.prompts] == [0, 0, 6]
+    alone = preprocessor(changed(TINY, **SMALL, eval=dict(every=2, prompts=3)))
+    alone.issue_eval()
+    alone.issue_prompts()
+    assert len(alone.channels.prompts[0]) == 6, "there is no other"

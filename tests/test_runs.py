@@ -240,22 +240,50 @@ def test_two_runs_side_by_side_every_option_of_the_schedule_and_several_processe
 LONG = ("--steps", "100000", "--show-every", "0")
 
 
-@pytest.mark.parametrize("name", ["actor-0", "preprocess", "reward", "train-0"])
+def assert_ends_in_ten_seconds_naming(run: Run, name: str, family: list[psutil.Process]) -> None:
+    start = time.monotonic()
+    assert run.wait(20) == 1
+    assert time.monotonic() - start <= 10
+    assert f"failed ({name})" in run.text()
+    if name != "train-0":
+        assert (run.folder / "model" / "model.safetensors").exists(), "what can be saved is saved"
+    run.assert_nothing_left(family)
+
+
+@pytest.mark.parametrize("name", ["preprocess", "reward", "train-0"])
 def test_killing_a_role_ends_the_run_in_ten_seconds_naming_it(tmp_path, name):
     run = Run(tmp_path, *LONG)
     run.wait_for_step(2)
     family = run.family()
     run.role(name).send_signal(signal.SIGKILL)
-    start = time.monotonic()
-    assert run.wait(20) == 1
-    assert time.monotonic() - start <= 10
+    assert_ends_in_ten_seconds_naming(run, name, family)
+    assert f"{name} was killed by SIGKILL; the last lines of " in run.text()
+
+
+def test_actor_that_dies_is_started_again_and_no_group_is_lost_but_not_for_ever(tmp_path):
+    """Killed in the middle of an evaluation and of training groups; then, no restart being left, it stops answering."""
+    argv = ("--max-actor-restarts", "1", "--timeout", "10", "--eval.every", "3", "--eval.prompts", "64")
+    run = Run(tmp_path, *LONG, *argv)
+    run.wait_for_step(4)
+    run.role("actor-0").send_signal(signal.SIGKILL)
+    killed_after = len(run.lines("metrics.jsonl"))
+    run.wait_for_step(killed_after + 8)
+    lines = run.lines("metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert [group for line in lines for group in line["group_ids"]] == list(range(16 * len(lines))), (
+        "in order, each once"
+    )
+    assert lines[-1]["actor_restarts"] == 1 and all(0 <= n["lag_min"] and n["lag_max"] <= 4 for n in lines)
+    assert all(line["ess"] > 0.9 for line in lines), "it went on with the current weights"
+    versions = [line["eval_version"] for line in run.lines("evals.jsonl")]
+    assert versions == sorted(set(versions)) and versions[-1] > killed_after - 4, versions
     text = run.text()
-    assert f"failed ({name})" in text and f"{name} was killed by SIGKILL; the last lines of " in text
-    if name == "actor-0":
-        assert "actor-0 | " in text, "its last lines"
-    if name != "train-0":
-        assert (run.folder / "model" / "model.safetensors").exists(), "what can be saved is saved"
-    run.assert_nothing_left(family)
+    assert "actor-0 was killed by SIGKILL; the last lines of " in text and "actor-0 | " in text, "its last lines"
+    assert "actor-0 is started again (1 of at most 1)" in text
+    family = run.family()
+    run.role("actor-0").send_signal(signal.SIGSTOP)
+    assert_ends_in_ten_seconds_naming(run, "actor-0", family)
+    assert "actor-0 has stopped answering" in run.text()
 
 
 def test_ctrl_c_saves_the_model_and_a_checkpoint_of_where_it_was_and_leaves_nothing(tmp_path):
