@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 from safetensors import SafetensorError
 
-from config import Config, ConfigError, has_chat_template, load_function, model_layout, uses_chat_template
+from config import Config, ConfigError, load_function
 from data import check_source
+from model_files import has_chat_template, model_layout, uses_chat_template
 from record import SINKS
 from verify import PACKAGES, VERIFIERS
 

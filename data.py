@@ -22,7 +22,8 @@ from typing import Any
 
 import msgspec
 
-from config import ROW_BYTES, Config, ConfigError, load_function, uses_chat_template
+from config import ROW_BYTES, Config, ConfigError, load_function
+from model_files import uses_chat_template
 
 EVAL_SEED = 1_234_567  # of held-out rows, whatever the run's seed: runs are compared on the same prompts
 CHECKED_ROWS = 100_000  # so many rows of a source are looked at before a run starts, the rest as they are used

@@ -31,8 +31,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it comments on eve
 import placement
 from bench.report import draw, summary
 from checks import check
-from config import Config, ConfigError, Start, model_folder, presets
+from config import Config, ConfigError, Start, presets
 from life import ActorState, End, Life
+from model_files import model_folder
 from placement import Place, Ranks, plan
 from record import Record, prepare_run_dir
 
@@ -204,7 +205,8 @@ def drain(reports, record: Record | None, wait_s: float = 0.0) -> None:
 def supervise(roles: Roles, record: Record | None, interrupted: list[int], peers=None) -> End:
     """Until the run is complete, interrupted, or a role is dead, here or elsewhere."""
     while True:
-        finished, dead = roles.finished(), roles.dead()  # looked at before the reports, so that none is missed
+        # Looked at before the reports, so that none is missed. That a run is complete is rank 0's to say.
+        finished, dead = record is not None and roles.finished(), roles.dead()
         drain(roles.channels.reports, record, wait_s=0.0 if finished or dead else 0.1)
         if peers and peers.end:
             return peers.end
@@ -212,7 +214,7 @@ def supervise(roles: Roles, record: Record | None, interrupted: list[int], peers
             return End("failed", dead, roles.obituary(dead))
         if interrupted:
             return End("interrupted")
-        if finished and record:
+        if finished:
             return End("complete")
         roles.begin_again()
 

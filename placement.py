@@ -112,7 +112,7 @@ def check_split(cfg: Config, nodes: int, per_node: int) -> None:
         if first // per_node != (first + tp - 1) // per_node:
             where = f"ranks {first} to {first + tp - 1} of machines with {per_node}"
             raise ConfigError(
-                f"actor-{actor} (tp {tp}) would take {where}: over a boundary; make --trainers a multiple"
+                f"actor-{actor} (tp {tp}) would take {where}: across two of them; choose other --trainers"
             )
 
 

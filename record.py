@@ -18,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.report import TITLES, read_lines, show_eval, show_rollout, show_step
-from config import Config, ConfigError, Start, copy_model_files
+from config import Config, ConfigError, Start
+from model_files import copy_model_files
 
 START = time.monotonic()
 

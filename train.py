@@ -37,7 +37,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from bench.flops import matmul_flops_per_s, training_flops
-from config import Config, Start, copy_model_files
+from config import Config, Start
+from model_files import copy_model_files
 from policy import load_policy, to_device
 from queues import Channels, MicroBatch, Report, StepBatch, Stopped
 from weights import A_DAY, BroadcastWeights, SharedMemoryWeights

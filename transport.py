@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
-from config import ROW_BYTES, Config, model_layout
+from config import ROW_BYTES, Config
 from life import ActorState
 from memory import SharedMemory
+from model_files import model_layout
 from queues import Channels, Queue
 from weights import SharedMemoryWeights
 

@@ -35,7 +35,8 @@ sys.path.insert(0, str(ROOT))
 
 import launch  # noqa: E402
 import record  # noqa: E402
-from config import Config, model_layout, presets  # noqa: E402
+from config import Config, presets  # noqa: E402
+from model_files import model_layout  # noqa: E402
 from transport import make_channels  # noqa: E402
 
 BATCHES = 20  # that training alone goes through

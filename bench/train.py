@@ -22,7 +22,8 @@ sys.path.insert(0, str(ROOT))
 
 import placement  # noqa: E402
 from bench.flops import matmul_flops_per_s  # noqa: E402
-from config import Config, TrainConfig, model_layout  # noqa: E402
+from config import Config, TrainConfig  # noqa: E402
+from model_files import model_layout  # noqa: E402
 from packing import Sequence, make_micro_batch  # noqa: E402
 from queues import Rollout, StepBatch  # noqa: E402
 from train import Trainer, init_process_group  # noqa: E402

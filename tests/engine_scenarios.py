@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config
 
 from actor import Engine
-from config import model_layout, presets
+from config import presets
+from model_files import model_layout
 from queues import Rollout
 from store import Link
 from weights import BroadcastWeights, SharedMemoryWeights

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from config import model_layout, presets
+from config import presets
+from model_files import model_layout
 from nodes import interface_towards
 from store import Link
 from weights import BroadcastWeights
 
-PORT, VERSIONS, PAUSE_S = 29500, 3, 4.0
+PORT, VERSIONS, PAUSE_S = 29500, 2, 3.0
 
 
 def channel(host: str) -> BroadcastWeights:

@@ -14,8 +14,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from checks import check
-from config import ConfigError, model_folder, presets, uses_chat_template
+from config import ConfigError, presets
 from data import check_source, checked_row, encoded_prompts, prompt_encoder, prompt_text, raw_rows, split_weight
+from model_files import model_folder, uses_chat_template
 
 TINY = presets()["tiny"]()
 MODEL = ROOT / "examples" / "tiny" / "model"

@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from bench.flops import training_flops
-from config import model_layout, presets
+from config import presets
+from model_files import model_layout
 from packing import Sequence, make_micro_batch
 from policy import HeadLogprobs, Policy, load_policy
 from preprocess import make_step_batches
