@@ -211,7 +211,11 @@ def supervise(roles: Roles, record: Record | None, interrupted: list[int], peers
         if peers and peers.end:
             return peers.end
         if dead and not roles.revive(dead, record):
-            return End("failed", dead, roles.obituary(dead))
+            if peers and roles.processes[dead].exitcode == 1:
+                time.sleep(1.0)  # if it failed because another died, that one's launcher says so before us
+            end = End("failed", dead, roles.obituary(dead))
+            roles.processes[dead].kill()  # one that only has stopped answering is not waited for
+            return end
         if interrupted:
             return End("interrupted")
         if finished:
@@ -228,9 +232,6 @@ def run(cfg: Config, ranks: Ranks | None = None) -> int:
     on_gpus = any(place.device != "cpu" for place in places.values())
     dtype = cfg.actor.dtype if cfg.actor.dtype != "auto" else "bfloat16" if on_gpus else "float32"
     cfg = dataclasses.replace(cfg, actor=dataclasses.replace(cfg.actor, dtype=dtype))
-    interrupted: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: interrupted.append(number))
     if ranks:
         from nodes import Peers
 
@@ -239,6 +240,9 @@ def run(cfg: Config, ranks: Ranks | None = None) -> int:
         places = {name: places[name] for name in placement.roles(cfg, ranks.rank)}
     else:
         peers, start, link = None, prepare_run_dir(cfg), None
+    interrupted: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: interrupted.append(number))
     context = multiprocessing.get_context("spawn")
     channels = make_channels(cfg, context, link)
     record = Record(cfg) if not ranks or ranks.rank == 0 else None

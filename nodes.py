@@ -107,7 +107,7 @@ class Peers:
         with os.fdopen(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(self.link.secret)
         welcome = json.dumps({"attempt": attempt, "start": dataclasses.asdict(start)}, default=str).encode()
-        store, deadline, answered = self.link(), time.monotonic() + START_S, set()
+        store, deadline, answered, different = self.link(), time.monotonic() + START_S, set(), []
         store.set("beat/0", "0")
         missing = set(range(1, self.ranks.size))
         while missing:
@@ -117,10 +117,13 @@ class Peers:
                     answered.add(hello)
                     nonce, theirs, self.hosts[rank] = (hello.split(" ") + ["", ""])[:3]
                     answer = welcome if theirs == ours else b""
+                    different += [self.hosts[rank]] * (theirs != ours)
                     meeting.set(f"welcome/{nonce}", self.link.sealed("welcome", answer))
             missing = {rank for rank in missing if not store.check([f"beat/{rank}"])}
             if time.monotonic() > deadline:
-                raise ConfigError(f"not all have come within {START_S:g} s: no {', '.join(map(self.who, missing))}")
+                what = f"not all have come within {START_S:g} s: no {', '.join(map(self.who, sorted(missing)))}"
+                what += f"; another configuration or model: {', '.join(different)}" if different else ""
+                raise ConfigError(what)
             time.sleep(0.02)
         store.set("hosts", self.link.sealed("hosts", json.dumps(self.hosts).encode()))
         return start

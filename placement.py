@@ -238,7 +238,7 @@ def throughput(cfg: Config, gpus: int, model: Size) -> list[str]:
         rate = split.r / flash_s
         bound = "generation" if split.r_gen <= split.r_train else "training"
         where = f"{split.generating} of {gpus}"
-        numbers = f"{split.sequences:>8}{where:>11}{rate:>12,.0f}{tokens / rate:>10.1f}{split.g_max:>7}"
+        numbers = f"{split.sequences:>8}{where:>11}{rate:>12,.0f}{tokens / rate:>10.3g}{split.g_max:>7}"
         lines.append(f"{name:<26}{numbers}  {bound}")
     if cfg.max_lag is not None and ours.g_max > cfg.max_lag:
         lines.append(

@@ -29,7 +29,7 @@ from memory import SharedMemory
 
 BUCKET_BYTES = 64 * 2**20
 NO_MORE = -1  # announced after the last version
-GRACE_S = 1.0
+GRACE_S = 2.0  # until all have been told to stop, if that is why a connection was lost
 A_DAY = datetime.timedelta(days=1)  # a transfer takes as long as the link needs; the launchers see who is lost
 
 
@@ -227,10 +227,10 @@ class BroadcastWeights:
         self._joined.result()
         with self._named("the engines, to send them version", version):
             self.control.broadcast(torch.tensor([version]), 0).wait()
-            self._all("ready")
+            self._all()  # ready
             began = time.monotonic()
             self._broadcast(buckets)
-            self._all("done")
+            self._all()  # done
         self.transfer_s = time.monotonic() - began
         memoryview(self._memory.buffer)[:8].cast("q")[0] = version
 
@@ -256,9 +256,9 @@ class BroadcastWeights:
         """Receive the version on offer; returns it."""
         version = self._listening.result()
         with self._named("the trainer, for version", version):
-            self._all("ready")
+            self._all()  # ready
             self._broadcast(staging.buckets)
-            self._all("done")
+            self._all()  # done
         self._listening = Background(self._listen)
         return version
 
@@ -274,7 +274,7 @@ class BroadcastWeights:
 
     # ---- both
 
-    def _all(self, what: str) -> None:
+    def _all(self) -> None:
         """Wait until all have come here."""
         self.control.allreduce(torch.zeros(1)).wait()
 

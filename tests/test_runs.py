@@ -163,7 +163,11 @@ def test_lag_is_never_negative_nor_over_the_bound_and_weights_do_change_in_fligh
 
 def test_the_decode_batch_stays_at_its_size_to_the_end_of_the_prompts(finished):
     """H = 128 sequences in flight, no drain at updates; less only where the trainer is behind and nothing may start."""
-    in_flight = [line["in_flight"] for line in finished.lines("metrics.jsonl")][5:-8]
+    lines = finished.lines("metrics.jsonl")[3:-8]
+    behind = [line["queue_batches"] >= 2 for line in lines]  # of three that may be ready, one is in training
+    kept_up = [i for i in range(2, len(lines)) if not any(behind[i - 2 : i + 1])]  # it takes two steps to fill up again
+    in_flight = [lines[i]["in_flight"] for i in kept_up]
+    assert len(in_flight) >= 20, "the trainer was behind nearly all the time: this run shows nothing"
     assert sum(n >= 0.8 * 128 for n in in_flight) >= 0.9 * len(in_flight), in_flight
 
 
