@@ -232,8 +232,8 @@ class Trainer:
                 shutil.rmtree(folder, ignore_errors=True)  # room for the next, if the disk is full
                 why = "".join(str(error).strip().splitlines()[-1:])
                 kind, values = "trouble", {"what": f"the checkpoint of step {step} was not written: {why}"}
-            self.checkpoint_written.set()
             report(kind, values)
+            self.checkpoint_written.set()  # after the report: this process may end then
 
         dcp.async_save(self.state(), checkpoint_id=folder, **options).add_done_callback(when_written)
 
