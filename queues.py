@@ -183,7 +183,7 @@ class Queue(ABC):
         return decode(data) if data else None
 
     def _wait(self, attempt: Callable[[], Any], what: str, timeout_s: float) -> Any:
-        deadline, rest_s, self.waits_for = None, 0.0005, what  # before the attempt: a store may not answer
+        deadline, rest_s, self.waits_for = None, 0.0001, what  # before the attempt: a store may not answer
         while not (done := attempt()) and timeout_s > 0:
             deadline = deadline or time.monotonic() + timeout_s
             if (left_s := deadline - time.monotonic()) <= 0:
