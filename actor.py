@@ -102,7 +102,10 @@ class Engine:
         return finished
 
     def join_weight_channel(self, weights: SharedMemoryWeights | BroadcastWeights, first_rank: int = 1) -> None:
-        self.engine.collective_rpc("join_weight_channel", args=(weights, first_rank))
+        """Raises RuntimeError if there is a weight that no worker would load."""
+        without = self.engine.collective_rpc("join_weight_channel", args=(weights, first_rank))
+        if lost := set.intersection(*map(set, without)):
+            raise RuntimeError(f"weight updates would not reach the engine: {sorted(lost)[:5]}")
 
     def look_for_weights(self) -> None:
         """Ask the workers what there is: sets `offered` and `staged`."""

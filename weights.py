@@ -321,9 +321,10 @@ class WeightReceiver:
     the staging tensors to views of the live parameters, so to repeat them is to load what has been staged since.
     """
 
-    def join_weight_channel(self, weights, first_rank: int) -> None:
-        """first_rank: of this engine's workers. Raises RuntimeError unless the noted copies write every parameter, from
-        whole staged weights (or, of a model that several workers share, from a part of each)."""
+    def join_weight_channel(self, weights, first_rank: int) -> list[str]:
+        """first_rank: of this engine's workers. Returns the weights of which this worker has no part. Raises
+        RuntimeError unless the noted copies write every parameter, from whole staged weights (or, of a model that
+        several workers share, from a part of each)."""
         self.weights, model, dtype = weights, self.model_runner.model, getattr(torch, weights.dtype)
         allocate = functools.partial(torch.empty, dtype=dtype, device=self.device)
         self.staging = Flat(weights.layout, allocate, weights.bucket_bytes)
@@ -340,12 +341,13 @@ class WeightReceiver:
             used[places[max(0, place)][1]] += source.numel()
         shared = self.vllm_config.parallel_config.tensor_parallel_size > 1
         for name, tensor in self.staging.tensors.items():
-            if used[name] != tensor.numel() and not (shared and 0 < used[name] < tensor.numel()):
+            if used[name] != tensor.numel() and not (shared and used[name] < tensor.numel()):
                 old.add(f"{name}: {used[name]} of {tensor.numel()} numbers")
         if old:
             raise RuntimeError(f"weight updates would leave {len(old)} parameters old, or in part: {sorted(old)[:5]}")
         self.staged, self.pulling, self.saving = 0, None, None
         weights.join(first_rank + self.rank, self.device)
+        return [name for name in self.staging.tensors if not used[name]]
 
     def weights_state(self) -> tuple[int, int]:
         """The newest version that can be staged, and the one that lies staged: -1 while another is on its way there."""
