@@ -194,9 +194,11 @@ class Trainer:
     def publish(self, channel: SharedMemoryWeights | BroadcastWeights, version: int) -> None:
         """A collective: weights are cast to the engine's dtype, then gathered and written one at a time."""
         weights = self.weights(getattr(torch, self.cfg.actor.dtype))
-        if self.rank == 0:
-            channel.publish(version, weights)
-        deque(weights, maxlen=0)  # the other ranks only take part
+        try:
+            if self.rank == 0:
+                channel.publish(version, weights)
+        finally:
+            deque(weights, maxlen=0)  # the other ranks only take part; whatever happens, none is left waiting for one
 
     def save(self, folder: Path) -> None:
         """Write the model in Hugging Face format, beside `folder` first. A collective."""
@@ -297,7 +299,7 @@ def main(cfg: Config, channels: Channels, start: Start, rank: int, device_name: 
     init_process_group(cfg, rank, device, channels.link)
     trainer = Trainer(cfg, channels.weights.layout, rank, device)
     if rank == 0:
-        channels.weights.join(0, device)
+        channels.weights.join(0, device, channels.stop)
     if start.folder:
         trainer.load_checkpoint(start.folder)
         trainer.publish(channels.weights, start.step)
@@ -319,9 +321,8 @@ def main(cfg: Config, channels: Channels, start: Start, rank: int, device_name: 
         try:
             trainer.publish(channels.weights, step + 1)
         except ConnectionError:
-            if not channels.stop.value:
+            if not channels.stop.value:  # else the actors were told before us; all ranks end at their next batch
                 raise
-            break  # the actors were told before us
         times = {"wait_s": waited - began, "publish_s": time.monotonic() - stepped}
         times["transfer_s"] = channels.weights.transfer_s
         report("step", metrics | times | {"queue_batches": len(channels.batches[0])})

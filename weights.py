@@ -124,7 +124,7 @@ class SharedMemoryWeights:
     def offered(self) -> int:
         return self._state[0]
 
-    def join(self, rank: int, device: torch.device) -> None:
+    def join(self, rank: int, device: torch.device, stop=None) -> None:
         """Nothing to do: the memory is there."""
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -181,9 +181,10 @@ class BroadcastWeights:
     def version(self) -> int:
         return memoryview(self._memory.buffer)[:8].cast("q")[0]
 
-    def join(self, rank: int, device: torch.device) -> None:
-        """Connect to all others, in the background; an engine worker then waits there for the first version."""
-        self.rank, self.device = rank, device
+    def join(self, rank: int, device: torch.device, stop=None) -> None:
+        """Connect to all others, in the background; an engine worker then waits there for the first version. stop: the
+        shared byte that ends the trainer's waits for the engines."""
+        self.rank, self.device, self._stop = rank, device, stop
         self._joined = Background(self._connect)
         if rank:
             self._listening = Background(self._listen)
@@ -207,15 +208,23 @@ class BroadcastWeights:
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send tensors, in the layout's order, cast to the engine's dtype, once the version before is there. Raises
-        ConnectionError if that one could not be sent."""
-        if self._sending is not None:
-            self._sending.result()
+        ConnectionError if that one could not be sent, or is still on its way when all are told to stop."""
+        self._finish_sending()
         buckets = self._copy.fill(tensors)
         if self.overlap:
             buckets = list(buckets)
             self._sending = Background(lambda: self._send(version, buckets))
         else:
             self._send(version, buckets)
+
+    def _finish_sending(self) -> None:
+        if self._sending is None:
+            return
+        while self._sending.is_alive():
+            if self._stop is not None and self._stop.value:  # engines that stop, or never came, take no more
+                raise ConnectionError("told to stop while a version was on its way to the engines")
+            self._sending.join(0.05)
+        self._sending.result()
 
     @functools.cached_property
     def _copy(self) -> Flat:
@@ -237,9 +246,9 @@ class BroadcastWeights:
     def close(self) -> None:
         """The last version is there, and no other will come."""
         with contextlib.suppress(ConnectionError):  # the others may have been told to stop before
-            if self._sending is not None:
-                self._sending.result()
-            self._joined.result()
+            self._finish_sending()
+            if self._joined.is_alive():
+                return  # nothing was ever sent, and there is nobody to tell
             with self._named("the engines, to end it", NO_MORE):
                 self.control.broadcast(torch.tensor([NO_MORE]), 0).wait()
 

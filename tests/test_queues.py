@@ -126,17 +126,18 @@ def _produce(queue, producer, count):
         queue.put(Report(str(producer), {"i": i, "pad": "x" * (i % 700)}))
 
 
-def test_what_goes_in_comes_out_once_with_several_producers_and_consumers():
-    queue, count = make_queue(slots=5), 300
-    producers = [CONTEXT.Process(target=_produce, args=(queue, p, count)) for p in range(2)]
+def passed(queue, produce, *arguments) -> tuple[list, int]:
+    """What two threads take from a queue that processes of `produce(arguments)` fill, and how full it was at most."""
+    producers = [CONTEXT.Process(target=produce, args=each) for each in arguments]
     for process in producers:
         process.start()
-    got, lock = [], threading.Lock()
+    got, lengths, lock = [], [0], threading.Lock()
 
     def consume():
-        while (message := queue.get(timeout_s=10)) is not None and message.kind != "end":
+        while (message := queue.get(timeout_s=20)) is not None and message.kind != "end":
             with lock:
                 got.append((message.kind, message.values["i"]))
+                lengths.append(len(queue))
 
     consumers = [threading.Thread(target=consume) for _ in range(2)]
     for consumer in consumers:
@@ -147,8 +148,14 @@ def test_what_goes_in_comes_out_once_with_several_producers_and_consumers():
         queue.put(Report("end", {}))
     for consumer in consumers:
         consumer.join()
+    return got, max(lengths)
+
+
+def test_what_goes_in_comes_out_once_with_several_producers_and_consumers():
+    queue, count = make_queue(slots=5), 300
+    got, most = passed(queue, _produce, *((queue, p, count) for p in range(2)))
     assert sorted(got) == sorted((str(p), i) for p in range(2) for i in range(count))
-    assert len(queue) == 0
+    assert len(queue) == 0 and most <= 5
 
 
 def test_2000_messages_of_50_tensors_pass_under_a_limit_of_128_open_files():

@@ -5,13 +5,12 @@ import datetime
 import multiprocessing
 import os
 import socket
-import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_queues import LAYOUT, MESSAGES, same, staging, weights_of
+from test_queues import LAYOUT, MESSAGES, passed, same, staging, weights_of
 
 import store
 from queues import Report, Stopped, encode
@@ -92,29 +91,10 @@ def _produce(link, producer, count):
 
 def test_what_goes_in_comes_out_once_with_several_producers_and_consumers_even_in_frames(link):
     """Frames of large messages do not mix; a thread has a client of its own."""
-    count, got, most, lock = 120, [], [], threading.Lock()
-    producers = [CONTEXT.Process(target=_produce, args=(link, p, count)) for p in range(3)]
-    for process in producers:
-        process.start()
-    queue = link.queue("things", 5, Flag(), 3)
-
-    def consume():
-        while (message := queue.get(timeout_s=20)) is not None and message.kind != "end":
-            with lock:
-                got.append((message.kind, message.values["i"]))
-                most.append(len(queue))
-
-    consumers = [threading.Thread(target=consume) for _ in range(2)]
-    for consumer in consumers:
-        consumer.start()
-    for process in producers:
-        process.join()
-    for _ in consumers:
-        queue.put(Report("end", {}))
-    for consumer in consumers:
-        consumer.join()
+    queue, count = link.queue("things", 5, Flag(), 3), 120
+    got, most = passed(queue, _produce, *((link, p, count) for p in range(3)))
     assert sorted(got) == sorted((str(p), i) for p in range(3) for i in range(count))
-    assert len(queue) == 0 and max(most) <= 10, "bounded"
+    assert len(queue) == 0 and most <= 10, "bounded"
 
 
 def test_foreign_and_malformed_messages_are_dropped_and_counted_and_the_others_arrive(link, server):
@@ -206,6 +186,18 @@ def test_trainer_waits_for_the_version_before_and_says_whom_it_has_lost(link):
         weights.publish(3, weights_of(3))
     workers[0].join(20)
     assert workers[0].exitcode == 1, "an engine that has lost its trainer does not go on with old weights"
+
+
+def test_trainer_that_is_told_to_stop_does_not_wait_for_engines_that_never_came(link):
+    weights, stop = BroadcastWeights(LAYOUT, "float32", link, 3), Flag()
+    weights.join(0, torch.device("cpu"), stop)
+    weights.publish(1, weights_of(1))
+    stop.value = 1
+    with pytest.raises(ConnectionError, match="told to stop while a version was on its way"):
+        weights.publish(2, weights_of(2))
+    began = time.monotonic()
+    weights.close()
+    assert time.monotonic() - began < 1
 
 
 def test_engine_of_another_model_is_refused(link):

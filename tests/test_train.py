@@ -179,6 +179,20 @@ def five_steps(one: Trainer, ranks: int) -> list[dict]:
     return found
 
 
+def test_publish_that_fails_leaves_no_rank_waiting_for_another():
+    """To gather the weights is a collective: rank 0 goes through with it though it cannot send them."""
+
+    class Lost:
+        def publish(self, version, weights):
+            raise ConnectionError("lost")
+
+    one, gathered = trainer(TINY), []
+    one.weights = lambda dtype: (gathered.append(name) or (name, None) for name in one.layout)
+    with pytest.raises(ConnectionError):
+        one.publish(Lost(), 1)
+    assert gathered == list(one.layout)
+
+
 def _rank(rank: int, folder, results) -> None:
     import train
 
