@@ -190,6 +190,7 @@ class Actor:
 
     def step(self) -> None:
         """Decode one token of every sequence in flight; send the groups that this finishes."""
+        self.done.update(decode_steps=bool(self.in_flight), sequence_steps=len(self.in_flight))
         for request_id, rollout in self.engine.step().items():
             prompt = self.in_flight.pop(request_id)
             self.done["generated_tokens"] += len(rollout.completion_ids)
@@ -225,7 +226,8 @@ class Actor:
     def report(self) -> None:
         """What was done since the last report; if there is no room for it, it joins the next."""
         now = time.monotonic()
-        values = {"actor": self.index, "in_flight": len(self.in_flight), "running_s": now - self.reported}
+        in_flight = self.done["sequence_steps"] / max(1, self.done["decode_steps"])
+        values = {"actor": self.index, "in_flight": in_flight, "running_s": now - self.reported}
         if self.channels.reports.put(Report("actor", {**self.done, **values}), timeout_s=0):
             self.done, self.reported = Counter(), now
 

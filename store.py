@@ -6,6 +6,7 @@ counted, and never decoded. The store itself neither encrypts nor asks who is th
 """
 
 import datetime
+import functools
 import hmac
 import os
 import threading
@@ -14,16 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from blake3 import blake3
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from config import Config
 from queues import Queue
 from weights import BroadcastWeights
 
 FRAME_BYTES = 4 * 2**20  # a payload over 8 MiB is refused by the store, and the connection closed
-LONGEST_REST_S = 0.01  # between two looks into the store
-SEAL_BYTES, REST_BYTES = 16, 8
-HEAD_BYTES = 4 + REST_BYTES + SEAL_BYTES  # number of other frames, where they are, seal
+SHORTEST_REST_S, LONGEST_REST_S = 0.001, 0.01  # between two looks into the store
+NONCE_BYTES, TAG_BYTES = 12, 16  # of a seal
+HEAD_BYTES = 4 + NONCE_BYTES + TAG_BYTES  # number of other frames, seal
 
 _clients = threading.local()  # of this thread: a store's client is not for several
 
@@ -40,7 +42,7 @@ class Link:
 
     def __call__(self) -> dist.Store:
         """This thread's client. Raises ConnectionError if the store cannot be reached."""
-        known, key = _clients.__dict__, f"{os.getpid()} {self.host} {self.port} {self.namespace}"
+        known, key = _clients.__dict__, (os.getpid(), self.host, self.port, self.namespace)
         if key not in known:
             known[key] = self.client()
         return known[key]
@@ -59,16 +61,23 @@ class Link:
         return ConnectionError(f"{where} has not answered within {self.timeout_s:g} s; waited for {waited_for}")
 
     def seal(self, name: str, data: bytes) -> bytes:
-        """What only the run's secret makes of data for the place `name`."""
-        return blake3(name.encode() + b"\0", key=self.secret).update(data).digest(SEAL_BYTES)
+        """What only the run's secret makes of data for the place `name`: a nonce, and the tag of AES-GCM (GMAC)."""
+        nonce = os.urandom(NONCE_BYTES)
+        return nonce + cipher(self.secret, name).encrypt(nonce, b"", data)
 
     def sealed(self, name: str, data: bytes) -> bytes:
         return self.seal(name, data) + data
 
     def opened(self, name: str, sealed: bytes) -> memoryview | None:
         """Inverse of `sealed`; None if it was sealed for another place, with another secret, or not at all."""
-        seal, data = memoryview(sealed)[:SEAL_BYTES], memoryview(sealed)[SEAL_BYTES:]
-        return data if hmac.compare_digest(seal, self.seal(name, data)) else None
+        view = memoryview(sealed)
+        nonce, tag = view[:NONCE_BYTES], view[NONCE_BYTES : NONCE_BYTES + TAG_BYTES]
+        data = view[NONCE_BYTES + TAG_BYTES :]
+        try:
+            cipher(self.secret, name).decrypt(nonce, tag, data)
+        except (InvalidTag, ValueError):  # ValueError: too short to hold a seal
+            return None
+        return data
 
     def foreign(self) -> int:
         """Messages that were dropped so far, by anybody."""
@@ -82,13 +91,19 @@ class Link:
         return BroadcastWeights(layout, cfg.actor.dtype, self, size, cfg.train.overlap_sending)
 
 
+@functools.cache
+def cipher(secret: bytes, name: str) -> AESGCM:
+    """With a key of its own for every place."""
+    return AESGCM(hmac.digest(secret, name.encode(), "sha256"))
+
+
 class StoreQueue(Queue):
     """`SharedMemoryQueue` between machines.
 
     A message is cut into frames that the store accepts. The first goes into the queue; the others lie ready before it
     in a queue of their own, so that messages of several producers do not mix. A producer that looks for room may fill
     its share of it before it looks again: one alone never puts in more than `slots`, several together twice as many. It
-    takes the queue for full when an eighth is free.
+    takes the queue for full until over a quarter is free.
     """
 
     def __init__(self, name: str, slots: int, stop, link: Link, producers: int = 1):
@@ -103,16 +118,16 @@ class StoreQueue(Queue):
     def _push(self, store: dist.Store, data: bytes) -> bool:
         if self._room < 1:
             free = self.slots - store.queue_len(self.name)
-            if free <= self.slots // 8:  # from then on every look would find room for one: wait for more
+            if free <= self.slots // 4:  # from then on every look would find room for one: wait for more
                 return False
             self._room = max(1, free // self.producers)
         self._room -= 1
-        rest, seal = os.urandom(REST_BYTES), self.link.seal(self.name, data)  # rest: where the other frames are
+        seal = self.link.seal(self.name, data)
         first = FRAME_BYTES - HEAD_BYTES
         others = range(first, len(data), FRAME_BYTES)
         for i in others:
-            store.queue_push(f"{self.name}/{rest.hex()}", data[i : i + FRAME_BYTES])
-        store.queue_push(self.name, b"".join((len(others).to_bytes(4, "little"), rest, seal, data[:first])))
+            store.queue_push(f"{self.name}/{seal.hex()}", data[i : i + FRAME_BYTES])
+        store.queue_push(self.name, b"".join((len(others).to_bytes(4, "little"), seal, data[:first])))
         return True
 
     def _read(self) -> bytes | None:
@@ -126,11 +141,10 @@ class StoreQueue(Queue):
     def _pop(self, store: dist.Store) -> bytes | None:
         while (first := pop(store, self.name)) is not None:
             head = memoryview(first)
-            frames, rest = int.from_bytes(head[:4], "little"), head[4 : 4 + REST_BYTES].hex()
-            sealed = head[4 + REST_BYTES :]
+            frames, sealed = int.from_bytes(head[:4], "little"), head[4:]
             if frames:
-                parts = [sealed]
-                while len(parts) <= frames and (part := pop(store, f"{self.name}/{rest}")) is not None:
+                parts, rest = [sealed], f"{self.name}/{head[4:HEAD_BYTES].hex()}"
+                while len(parts) <= frames and (part := pop(store, rest)) is not None:
                     parts.append(part)
                 sealed = b"".join(parts)
             if (data := self.link.opened(self.name, sealed)) is not None:
@@ -145,7 +159,7 @@ class StoreQueue(Queue):
             raise self.link.lost(f"{waited_for} in the queue of {self.name}") from error
 
     def _rest(self, attempt: Callable, seconds: float) -> None:
-        time.sleep(min(seconds, LONGEST_REST_S))
+        time.sleep(min(max(seconds, SHORTEST_REST_S), LONGEST_REST_S))
         self._empty_until = 0.0
 
     def __len__(self) -> int:

@@ -112,7 +112,7 @@ def main() -> None:
     link, stopped = Link("127.0.0.1", port.value, "bench", os.urandom(32), 60.0), context.Value("b", 0, lock=False)
     print(f"{os.cpu_count()} cores; rollouts a second, median of {args.rounds} rounds (lowest – highest)")
     print(f"{'':<44}" + "".join(f"{way:>24}" for way in WAYS) + f"{'StoreQueue ÷ push/pop':>28}")
-    cases = [(2000, 1, 1), (4000, 1, 1), (8000, 1, 1), (2000, 8, 1), (2000, 1, 3), (2000, 8, 3)]
+    cases = [(2000, 1, 1), (8000, 1, 1), (2000, 8, 1), (4000, 8, 1), (8000, 8, 1), (2000, 1, 3), (2000, 8, 3)]
     for tokens, rollouts, producers in cases:
         size = len(encode(group(tokens, rollouts)))
         memory = SharedMemoryQueue("bench", SLOTS, size + 4096, context, stopped)

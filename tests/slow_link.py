@@ -20,7 +20,7 @@ from nodes import interface_towards
 from store import Link
 from weights import BroadcastWeights
 
-PORT, VERSIONS, PAUSE_S = 29500, 2, 3.0
+PORT, VERSIONS, PAUSE_S = 29500, 6, 2.0
 
 
 def channel(host: str) -> BroadcastWeights:
@@ -54,7 +54,7 @@ def actor(host: str) -> dict:
     engine = Engine(cfg, seed=0, device="cpu")
     engine.join_weight_channel(weights)
     generator, live, stalls = torch.Generator().manual_seed(0), set(), []
-    rates: dict[bool, list[float]] = {True: [], False: []}
+    rates: list[dict[bool, list[float]]] = [{True: [], False: []} for _ in range(VERSIONS)]  # during, before each
     store = dist.TCPStore(host, PORT, None, False)
 
     def decode(seconds: float) -> tuple[float, bool]:
@@ -78,11 +78,11 @@ def actor(host: str) -> dict:
     store.set("slow/decoding", "1")
     store.set("decoding", "1")
     while engine.version < VERSIONS:
-        rate, moving = decode(0.5)
-        if moving is not False:
-            rates[bool(moving)].append(rate)
-    return {"during": statistics.median(rates[True]), "without": statistics.median(rates[False]), "stalls": stalls,
-            "windows": [len(rates[True]), len(rates[False])]}  # fmt: skip
+        before = engine.version
+        rate, moving = decode(0.25)
+        if moving is not False and engine.version == before:
+            rates[before][bool(moving)].append(rate)
+    return {"ratios": [statistics.median(r[True]) / statistics.median(r[False]) for r in rates], "stalls": stalls}
 
 
 if __name__ == "__main__":

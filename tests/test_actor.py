@@ -88,6 +88,8 @@ def test_finished_sequences_are_replaced_at_once_and_groups_leave_whole():
         in_flight.append(len(actor.in_flight))
         actor.step()
     assert in_flight == [4] * 9
+    actor.report()
+    assert actor.channels.reports.get().values["in_flight"] == 4
     groups = [actor.channels.completions.get() for _ in range(6)]
     assert [group.prompt.group_id for group in groups] == list(range(6))
     assert all(len(group.rollouts) == 2 for group in groups) and not actor.groups

@@ -6,6 +6,7 @@ Real torchrun, real vLLM; two machines are two network namespaces with a link be
 import contextlib
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -176,8 +177,9 @@ def test_two_machines_learn_as_one_and_both_end_when_the_link_between_them_is_cu
 
 @needs_networks
 def test_slow_link_makes_the_transfer_long_and_neither_the_stall_nor_decoding(machines):
-    """1.8 MB of weights over 4 Mbit/s: 3.6 s a version, while a real engine decodes on the other side."""
-    machines.slow("4mbit")
+    """1.8 MB of weights over 8 Mbit/s: 1.8 s a version, while a real engine decodes on the other side. Each transfer is
+    held against the two seconds before it: the machine may be shared."""
+    machines.slow("8mbit")
     script = str(ROOT / "tests" / "slow_link.py")
     trainer = subprocess.Popen(
         [*machines.prefix("a"), "taskset", "-c", "1", sys.executable, script, "trainer", machines.ADDRESS["a"]],
@@ -192,8 +194,8 @@ def test_slow_link_makes_the_transfer_long_and_neither_the_stall_nor_decoding(ma
     assert found and trainer.returncode == 0, actor.stdout + actor.stderr[-3000:] + said
     rates = eval(found.removeprefix("RESULT "))
     transfers = eval(next(line for line in said.splitlines() if line.startswith("RESULT ")).removeprefix("RESULT "))
-    expected_s = transfers["bytes"] * 8 / 4e6
+    expected_s = transfers["bytes"] * 8 / 8e6
     assert all(0.9 * expected_s < seconds < 1.4 * expected_s for seconds in transfers["seconds"]), transfers
     assert max(rates["stalls"]) < 0.05, "the swap alone"
     print(rates, transfers)
-    assert rates["during"] > 0.9 * rates["without"], rates
+    assert statistics.median(rates["ratios"]) > 0.9, rates
