@@ -25,6 +25,7 @@ import torch
 from config import Config, Start
 from life import ActorState
 from queues import Channels, Prompt, Report, Rollout, RolloutGroup
+from schedule import drains, may_load_weights
 from weights import BroadcastWeights, SharedMemoryWeights, WeightReceiver
 
 
@@ -152,18 +153,18 @@ class Actor:
         self.done, self.reported = Counter(), time.monotonic()  # since the last report
 
     def update(self) -> None:
-        """Load newer weights, if there are any, but not under a running evaluation nor (drain) a running sequence."""
-        drain = self.cfg.actor.update == "drain"
-        standing = self.evals_left or (drain and self.in_flight)
+        """Load newer weights, if there are any, and the schedule lets them come in, but not under an evaluation."""
+        wanted = self.waiting[0].version if self.waiting else 0
+        may_load = not self.evals_left and may_load_weights(self.cfg, len(self.in_flight), self.engine.version, wanted)
         self.engine.look_for_weights()
-        if not standing and self.engine.staged > self.engine.version:
+        if may_load and self.engine.staged > self.engine.version:
             self.done["update_stall_s"] += self.engine.load_weights()
             self.report()
         self.engine.stage_weights()  # while they must not be loaded too: a trainer that sends them has to go on
 
     def admit(self) -> None:
         """Fill up to H sequences in flight, sample by sample; evaluation prompts go first."""
-        drain = self.cfg.actor.update == "drain" and not self.evals_left  # an evaluation ends with the weights it has
+        drain = drains(self.cfg) and not self.evals_left  # an evaluation ends with the weights it has
         if drain and self.engine.offered > self.engine.version:
             return  # let what is in flight run dry, then wait for the newest weights
         while len(self.in_flight) < self.cfg.actor.sequences and self._take_prompt():

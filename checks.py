@@ -25,7 +25,9 @@ def check(cfg: Config) -> None:
 def _wrong_values(cfg: Config) -> Iterator[str]:
     counts = "actors batch_size group_size reward.workers actor.sequences actor.max_prompt_tokens "
     counts += "actor.max_completion_tokens preprocess.max_tokens_per_microbatch preprocess.ready_batches eval.prompts "
-    counts += "actor.kv_cache_gib actor.tp keep_checkpoints" + (" steps trainers" if cfg.steps or cfg.trainers else "")
+    counts += "actor.kv_cache_gib actor.tp keep_checkpoints phase_steps" + (
+        " steps trainers" if cfg.steps or cfg.trainers else ""
+    )
     positive = "actor.gpu_memory_utilization train.lr train.clamp train.max_grad_norm reward.timeout_s "
     positive += "reward.memory_gib"
     others = "seed max_lag eval.every show_every train.warmup_steps train.kl_coef train.weight_decay checkpoint_every "
@@ -50,6 +52,20 @@ def _wrong_values(cfg: Config) -> Iterator[str]:
         yield f"batch_size {cfg.batch_size} is not a multiple of group_size {cfg.group_size}: take {whole}"
     if cfg.group_size == 1:
         yield f"group_size 1 leaves nothing for a {cfg.preprocess.baseline} baseline: take group_size 2 or more"
+    if cfg.schedule != "pipeline" and cfg.max_lag is not None:
+        most = cfg.phase_steps * (2 if cfg.schedule == "async" else 1) - 1
+        if most > cfg.max_lag:
+            lags = f"schedule {cfg.schedule} with G = {cfg.phase_steps} has lags up to {most}"
+            yield f"{lags}, over max_lag {cfg.max_lag}: take --max-lag {most}, or a lower --G"
+    if cfg.schedule != "pipeline" and cfg.checkpoint_every % cfg.phase_steps:
+        whole = math.ceil(cfg.checkpoint_every / cfg.phase_steps) * cfg.phase_steps
+        yield f"checkpoint_every {cfg.checkpoint_every} is not a multiple of G = {cfg.phase_steps}: take {whole}"
+    if cfg.schedule == "conventional" and cfg.steps and cfg.trainers != cfg.actors * cfg.actor.tp:
+        sides = f"{cfg.trainers} trainers, {cfg.actors} actors × tp {cfg.actor.tp}"
+        yield f"schedule conventional takes turns on the same cores or GPUs, but there are {sides}: take as many"
+    if cfg.schedule != "pipeline" and (cfg.actor.update, cfg.actor.kv) != ("inflight", "keep"):
+        given = f"actor.update {cfg.actor.update}, actor.kv {cfg.actor.kv}"
+        yield f"{given}: with schedule {cfg.schedule} weights never change within a sequence; leave both out"
     if cfg.actor.top_p != 1.0 or cfg.actor.top_k != 0:
         given = f"top_p {cfg.actor.top_p}, top_k {cfg.actor.top_k}"
         yield f"{given}: the trainer cannot mirror a truncated distribution; take 1 and 0, and sharpen with temperature"

@@ -135,6 +135,11 @@ class Config:
     steps: int = 100  # Optimizer steps.
     batch_size: int = 128  # Samples an optimizer step trains on.
     group_size: int = 8  # Samples of each prompt.
+    # When what may happen (schedule.py): generation and training at the same time, weights in flight; the next B·G
+    # samples while G steps train on the last; or one after the other, on the same cores or GPUs.
+    schedule: Literal["pipeline", "async", "conventional"] = "pipeline"
+    # G: optimizer steps of a phase of async and conventional.
+    phase_steps: Annotated[int, tyro.conf.arg(aliases=("--G",))] = 1
     max_lag: int | None = None  # Hard bound, in optimizer steps, on the lag of any trained token; None: no bound.
     show_every: int = 25  # Optimizer steps between decoded rollouts on the screen; 0: none.
     # Seconds without a sign of life after which a process counts as lost; then the run ends.

@@ -3,6 +3,8 @@
     ranks       0 .. trainers - 1        train-0 ..; beside rank 0 also preprocess and reward
                 then tp for each actor   actor-0 ..: the first of them runs the engine, the others lend it their GPU
 
+With schedule conventional trainers and actors take turns: both are placed from rank 0 on, on the same cores and GPUs.
+
 `python launch.py PRESET --plan --nodes N --gpus-per-node M` prints it, with what a GPU has to hold and what the paper's
 model (bench/model.py) expects of the split.
 """
@@ -79,36 +81,44 @@ class Place:
         } | ({"CUDA_VISIBLE_DEVICES": self.gpu} if self.gpu else KEEP_MEMORY)
 
 
+def first_actor_rank(cfg: Config) -> int:
+    return 0 if cfg.schedule == "conventional" else cfg.trainers
+
+
 def world_size(cfg: Config) -> int:
-    return cfg.trainers + cfg.actors * cfg.actor.tp
+    return max(cfg.trainers, first_actor_rank(cfg) + cfg.actors * cfg.actor.tp)
 
 
 def roles(cfg: Config, rank: int) -> list[str]:
     """Of a rank; none, if it only lends its GPU to an actor."""
-    if rank < cfg.trainers:
-        return [f"train-{rank}"] + ["preprocess", "reward"] * (rank == 0)
-    actor, part = divmod(rank - cfg.trainers, cfg.actor.tp)
-    return [f"actor-{actor}"] if part == 0 else []
+    names = [f"train-{rank}"] * (rank < cfg.trainers) + ["preprocess", "reward"] * (rank == 0)
+    actor, part = divmod(rank - first_actor_rank(cfg), cfg.actor.tp)
+    return names + [f"actor-{actor}"] * (part == 0 and 0 <= actor < cfg.actors)
 
 
 def check_split(cfg: Config, nodes: int, per_node: int) -> None:
     """Raises ConfigError, with the arithmetic, unless the roles fit the ranks of so many machines."""
     total, tp = nodes * per_node, cfg.actor.tp
     have = f"{nodes} × {per_node} = {total} ranks"
-    if cfg.trainers >= total:
+    if cfg.schedule == "conventional" and cfg.trainers != total:
+        raise ConfigError(
+            f"schedule conventional trains on all of the {have}, not on {cfg.trainers}: --trainers {total}"
+        )
+    if cfg.schedule != "conventional" and cfg.trainers >= total:
         raise ConfigError(f"no actor left: {cfg.trainers} trainers take all of the {have}; lower --trainers")
     if cfg.trainers < 1:
         raise ConfigError(f"no trainer left: trainers is {cfg.trainers} of {have}; want at least 1")
     if tp > per_node:
         raise ConfigError(f"actor.tp {tp} is over the {per_node} ranks of a machine: an engine lives on one")
-    wanted = f"{cfg.trainers} trainers + {cfg.actors} actors × tp {tp} = {world_size(cfg)}"
+    first_rank = first_actor_rank(cfg)
+    wanted = f"{first_rank} trainers + {cfg.actors} actors × tp {tp} = {world_size(cfg)}"
     if world_size(cfg) != total:
-        fits = (total - cfg.trainers) // tp
-        fits = fits if fits and cfg.trainers + fits * tp == total else 0
-        remedy = f"--actors {fits} would" if fits else f"({total} - {cfg.trainers}) is no multiple of tp {tp}"
+        fits = (total - first_rank) // tp
+        fits = fits if fits and first_rank + fits * tp == total else 0
+        remedy = f"--actors {fits} would" if fits else f"({total} - {first_rank}) is no multiple of tp {tp}"
         raise ConfigError(f"{wanted}, but there are {have}: {remedy if fits else 'change --trainers, ' + remedy}")
     for actor in range(cfg.actors):
-        first = cfg.trainers + actor * tp
+        first = first_rank + actor * tp
         if first // per_node != (first + tp - 1) // per_node:
             where = f"ranks {first} to {first + tp - 1} of machines with {per_node}"
             raise ConfigError(
@@ -227,7 +237,7 @@ def throughput(cfg: Config, gpus: int, model: Size) -> list[str]:
     """By the paper's model: H100, lengths uniform up to the limit, nothing lost to communication."""
     flash_s = 2 * model.parameters / H100_FLOPS_PER_S
     ours = pipeline(gpus, cfg.actor.sequences // cfg.actor.tp or 1, cfg.actors * cfg.actor.tp, cfg.batch_size)
-    lag = cfg.max_lag if cfg.max_lag is not None else ours.g_max
+    lag = cfg.max_lag if cfg.max_lag is not None else ours.max_lag
     tokens = cfg.batch_size * cfg.actor.max_completion_tokens / 2
     lines = ["expected at best (arXiv 2509.19128, appendix A: H100, lengths uniform on 1..L; U(h) in bench/model.py)"]
     lines.append(f"{'':<26}{'H a GPU':>8}{'I of N':>11}{'tokens/s':>12}{'s a step':>10}{'g_max':>7}  bound by")
@@ -238,11 +248,11 @@ def throughput(cfg: Config, gpus: int, model: Size) -> list[str]:
         rate = split.r / flash_s
         bound = "generation" if split.r_gen <= split.r_train else "training"
         where = f"{split.generating} of {gpus}"
-        numbers = f"{split.sequences:>8}{where:>11}{rate:>12,.0f}{tokens / rate:>10.3g}{split.g_max:>7}"
+        numbers = f"{split.sequences:>8}{where:>11}{rate:>12,.0f}{tokens / rate:>10.3g}{split.max_lag:>7}"
         lines.append(f"{name:<26}{numbers}  {bound}")
-    if cfg.max_lag is not None and ours.g_max > cfg.max_lag:
+    if cfg.max_lag is not None and ours.max_lag > cfg.max_lag:
         lines.append(
-            f"max_lag {cfg.max_lag} is under this split's g_max {ours.g_max}: admission would hold actors back"
+            f"max_lag {cfg.max_lag} is under this split's g_max {ours.max_lag}: admission would hold actors back"
         )
     return lines
 

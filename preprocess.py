@@ -4,9 +4,9 @@ consumes  rollouts: scored `RolloutGroup`s; the version of the newest weights
 emits     prompts: leave to sample a group; batches: a `StepBatch` for every trainer rank
 
     while steps are to be made:
-        while admission.may_start(newest version): issue the next prompt
+        while schedule.may_start(newest version): issue the next prompt
         group = next scored group; drop it if its rewards are all equal (option)
-        batch = admission.next_batch(finished groups); send its packed parts to the trainer ranks
+        batch = schedule.next_batch(finished groups); send its packed parts to the trainer ranks
 
 Unlike the paper's ring buffer nothing is thrown away to keep lag small: a group is only started if it is certain to be
 trained in time. Whoever throws away what comes late prefers short answers. And groups are trained in the order they
@@ -14,11 +14,10 @@ started, not as they finish.
 """
 
 import dataclasses
-import math
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
 import torch
 
@@ -28,45 +27,7 @@ from evaluation import Evaluation, metric_means
 from life import ActorState
 from packing import Sequence, make_micro_batch, pack
 from queues import Channels, MicroBatch, Prompt, Report, Rollout, RolloutGroup, StepBatch
-
-
-class Admission:
-    """Which groups may start, and which make the next batch, so that no token's lag ever exceeds `max_lag`.
-
-    Groups are trained in the order they started, n a step, so each batch is a fair draw of prompts (in the order they
-    finish, batches of short and of long completions would take turns). One that starts when version v is out is only
-    sampled by v or later, and in time if it is trained at a step ≤ v + max_lag: if at most
-
-        n · (v + max_lag + 1 - next step)
-
-    groups are outstanding, itself included. Versions never fall, so no later group can make an earlier one late, and a
-    dropped one only makes room. No deadlock: once the trainer has caught up, v is the next step and n groups may start.
-    """
-
-    def __init__(self, groups_per_batch: int, max_lag: int | None, next_step: int = 0):
-        self.n, self.max_lag, self.next_step = groups_per_batch, math.inf if max_lag is None else max_lag, next_step
-        self.outstanding: dict[int, None] = {}  # ids in the order they started: neither trained nor dropped
-
-    def may_start(self, version: int) -> bool:
-        """Whether one more group may start now that `version` is the newest."""
-        return len(self.outstanding) < self.n * (version + self.max_lag + 1 - self.next_step)
-
-    def start(self, group_id: int, version: int) -> None:
-        assert self.may_start(version)
-        self.outstanding[group_id] = None
-
-    def drop(self, group_id: int) -> None:
-        del self.outstanding[group_id]
-
-    def next_batch(self, finished: Container[int]) -> list[int] | None:
-        """The groups of the next step; None as long as one of them has not finished."""
-        batch = list(self.outstanding)[: self.n]
-        if len(batch) < self.n or not all(group_id in finished for group_id in batch):
-            return None
-        self.next_step += 1
-        for group_id in batch:
-            del self.outstanding[group_id]
-        return batch
+from schedule import make_schedule
 
 
 def group_advantages(rewards: list[float], baseline: str, divide_by_std: bool) -> list[float]:
@@ -150,7 +111,7 @@ class Preprocessor:
     def __init__(self, cfg: Config, channels: Channels, start: Start, tokenizer, add_ref_logprobs: Callable):
         self.cfg, self.channels, self.start = cfg, channels, start
         self.tokenizer, self.add_ref_logprobs = tokenizer, add_ref_logprobs
-        self.admission = Admission(cfg.groups_per_batch, cfg.max_lag, start.step)
+        self.schedule = make_schedule(cfg, start.step)
         self.dropped = Counter(
             zero_variance=0, verifier_failed=0, prompt_too_long=0, malformed=0, held_out=0, repeated=0
         )
@@ -172,26 +133,25 @@ class Preprocessor:
     @property
     def done(self) -> bool:
         """All batches are sent and the evaluation of the final weights is in."""
-        return self.admission.next_step == self.cfg.steps < self.evaluation.next_version
+        return self.schedule.next_step == self.cfg.steps < self.evaluation.next_version
 
     def as_the_engine_sees_it(self, prompt_ids: list[int]) -> str:
         """What templates and tokenizers do to a prompt is best looked at."""
         return f"the first prompt as the engine sees it: {self.tokenizer.decode(prompt_ids)!r}\n  = {prompt_ids}"
 
     def issue_prompts(self) -> None:
-        """Start groups while admission and the trainer's backlog allow and the actors' queue has room."""
+        """Start groups while the schedule allows and the actors' queue has room."""
         cfg, version = self.cfg, self.channels.weights.version
         while self.again and self.issue(self.again[0]):
             self.again.popleft()
-        if self.admission.next_step - version >= cfg.preprocess.ready_batches:
-            return
-        needed = (cfg.steps - self.admission.next_step) * cfg.groups_per_batch
-        while len(self.admission.outstanding) < needed and self.admission.may_start(version):
+        needed = (cfg.steps - self.schedule.next_step) * cfg.groups_per_batch
+        while len(self.schedule.outstanding) < needed and self.schedule.may_start(version):
             group_id, prompt_ids, row = self.next_prompt
             ids, temperature = torch.tensor(prompt_ids), cfg.actor.temperature
-            if not self.issue(Prompt(group_id, version, cfg.group_size, ids, row, temperature)):
+            oldest = self.schedule.oldest(version)
+            if not self.issue(Prompt(group_id, oldest, cfg.group_size, ids, row, temperature)):
                 return
-            self.admission.start(group_id, version)
+            self.schedule.start(group_id, version)
             self.next_prompt = next(self.prompts)
 
     def issue(self, prompt: Prompt) -> bool:
@@ -221,13 +181,13 @@ class Preprocessor:
 
     def issue_eval(self) -> None:
         """Ask for an evaluation of the newest weights when one is due; actor 0 holds them still until it is done."""
-        for prompt in self.evaluation.begin(self.channels.weights.version):
+        for prompt in self.evaluation.begin(self.channels.weights.version) if self.schedule.may_evaluate else ():
             self.channels.eval_prompts.put(prompt)
 
     def take(self, group: RolloutGroup) -> None:
         """A scored group: to the finished ones, or dropped and counted."""
         self.issued.pop(group.prompt.group_id, None)
-        if group.prompt.group_id not in self.admission.outstanding or group.prompt.group_id in self.finished:
+        if group.prompt.group_id not in self.schedule.outstanding or group.prompt.group_id in self.finished:
             self.dropped["repeated"] += 1
             return
         returns = [rollout.reward - length_penalty(self.cfg, rollout) for rollout in verified(group)]
@@ -235,7 +195,7 @@ class Preprocessor:
         if failed or (self.cfg.preprocess.zero_variance == "drop" and has_no_variance(returns)):
             self.dropped_groups.append(group)
             self.dropped["verifier_failed" if failed else "zero_variance"] += 1
-            self.admission.drop(group.prompt.group_id)
+            self.schedule.drop(group.prompt.group_id)
             self.dropped_in_a_row += 1
             if self.dropped_in_a_row >= 100 * self.cfg.groups_per_batch:
                 what = f"the last {self.dropped_in_a_row} groups were all dropped: in each, all rewards were the same"
@@ -260,9 +220,9 @@ class Preprocessor:
 
     def send_batches(self) -> None:
         """Send every batch that is complete. Rank 0's part goes last: when it is there, all are."""
-        while self.admission.next_step < self.cfg.steps:
-            step = self.admission.next_step
-            group_ids = self.admission.next_batch(self.finished)
+        while self.schedule.next_step < self.cfg.steps:
+            step = self.schedule.next_step
+            group_ids = self.schedule.next_batch(self.finished)
             if group_ids is None:
                 return
             groups = [self.finished.pop(group_id) for group_id in group_ids]
@@ -283,7 +243,7 @@ class Preprocessor:
         not_yet_again = {group_id for group_id in self.start.unfinished if group_id >= next_row}
         return {
             "next_group": max(self.start.next_group, next_row),
-            "unfinished": sorted(not_yet_again | set(self.admission.outstanding)),
+            "unfinished": sorted(not_yet_again | set(self.schedule.outstanding)),
             "dropped": dict(self.dropped),
         }
 

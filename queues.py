@@ -26,7 +26,7 @@ from weights import BroadcastWeights, SharedMemoryWeights
 
 @dataclass(frozen=True)
 class Prompt:
-    """Leave to sample one group, given by the preprocessor's `Admission`. P = prompt length in tokens.
+    """Leave to sample one group, given by the `Schedule`. P = prompt length in tokens.
 
     >>> Prompt(group_id=7, version=3, samples=8, prompt_ids=torch.tensor([7, 10, 5, 12]), row={"answer": "12"})
     """

@@ -41,6 +41,7 @@ from config import Config, Start
 from model_files import copy_model_files
 from policy import load_policy, to_device
 from queues import Channels, MicroBatch, Report, StepBatch, Stopped
+from schedule import publishes
 from weights import A_DAY, BroadcastWeights, SharedMemoryWeights
 
 # C completion tokens of a packed micro-batch enter the loss.
@@ -319,7 +320,8 @@ def main(cfg: Config, channels: Channels, start: Start, rank: int, device_name: 
         metrics = {"step": step + 1, "version": step + 1} | batch.metrics | trainer.step(batch)
         stepped = time.monotonic()
         try:
-            trainer.publish(channels.weights, step + 1)
+            if publishes(cfg, step + 1):
+                trainer.publish(channels.weights, step + 1)
         except ConnectionError:
             if not channels.stop.value:  # else the actors were told before us; all ranks end at their next batch
                 raise

@@ -69,7 +69,8 @@ def make_channels(cfg: Config, context, link=None) -> Channels:
     group_bytes = row_bytes + 8 * prompt_tokens + samples * (24 * completion_tokens + 4096)
     batch_bytes = row_bytes + cfg.batch_size * (44 * (prompt_tokens + completion_tokens) + 1024)
 
-    layout, dtype, ready = model_layout(cfg.model), cfg.actor.dtype, cfg.preprocess.ready_batches
+    layout, dtype = model_layout(cfg.model), cfg.actor.dtype
+    ready = cfg.preprocess.ready_batches if cfg.schedule == "pipeline" else cfg.phase_steps
 
     def local(name: str, slots: int, slot_bytes: int) -> Queue:
         return SharedMemoryQueue(name, slots, slot_bytes, context, stop)

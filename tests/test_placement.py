@@ -105,8 +105,8 @@ def test_model_gives_the_case_study_of_the_paper():
     """H = 192, I = 44 of 128, B = 128: r_gen 16.9, r_train 17.08, g_max about 133 (arXiv 2509.19128, appendix A)."""
     split = pipeline(128, 192, 44, 128)
     assert split.r_gen == pytest.approx(16.9, abs=0.05) and split.r_train == pytest.approx(17.08, abs=0.02)
-    assert split.g_max == 132 and split.r == split.r_gen
+    assert split.max_lag == 132 and split.r == split.r_gen
     assert utilisation(0) == 0 and utilisation(192) == 0.384 and utilisation(10_000) == 0.7
     best = best_split(128, 128, 133)
-    assert best.g_max <= 133 and best.r >= split.r
+    assert best.max_lag <= 133 and best.r >= split.r
     assert best_split(2, 1, 1) is None, "lengths up to twice the mean: a lag of 2 at least"

@@ -1,4 +1,4 @@
-"""Advantages, admission, packing: every group is trained in time or counted, whatever the lengths and speeds."""
+"""Advantages, packing, and the preprocessor without its neighbours."""
 
 import dataclasses
 import itertools
@@ -13,15 +13,7 @@ from test_train import groups
 from config import Start, presets
 from life import ActorState
 from packing import Sequence, make_micro_batch, pack
-from preprocess import (
-    Admission,
-    Preprocessor,
-    batch_metrics,
-    group_advantages,
-    has_no_variance,
-    length_penalty,
-    make_step_batches,
-)
+from preprocess import Preprocessor, batch_metrics, group_advantages, has_no_variance, length_penalty, make_step_batches
 from queues import Channels, Prompt, Rollout, RolloutGroup
 
 TINY = presets()["tiny"]()
@@ -50,127 +42,6 @@ def test_equal_rewards_give_exactly_zero_even_with_rounding():
     assert len(set(rewards)) > 1 and has_no_variance(rewards)
     assert group_advantages(rewards, "leave_one_out", True) == [0.0, 0.0, 0.0]
     assert not has_no_variance([0.0, 1e-3])
-
-
-# ---------------------------------------------------------------- admission
-
-
-class World:
-    """Actors, filter and trainer as loosely coupled as in a run, with every speed random."""
-
-    def __init__(self, seed: int, max_lag: int | None):
-        self.rng = rng = random.Random(seed)
-        self.n = rng.randint(1, 4)  # groups a batch
-        self.steps = rng.randint(1, 12)
-        self.admission = Admission(self.n, max_lag)
-        self.version = 0
-        self.slots = [[] for _ in range(rng.randint(1, 3))]  # actor -> running groups [id, ticks left, versions seen]
-        self.loaded = [0] * len(self.slots)
-        self.capacity = rng.randint(1, 6)
-        self.tickets: list[tuple[int, int]] = []
-        self.finished: dict[int, list[int]] = {}  # group -> versions of its tokens
-        self.batches: list[list[int]] = []
-        self.drop_rate = rng.choice([0.0, 0.3, 0.8])
-        self.longest = rng.choice([1, 5, 60])
-        self.trainer_speed, self.update_speed = rng.choice([0.05, 0.5, 1.0]), rng.choice([0.05, 0.5, 1.0])
-        self.lags: list[int] = []
-        self.issued, self.trained, self.dropped = 0, 0, 0
-        self.versions: dict[int, list[int]] = {}
-
-    def tick(self) -> None:
-        rng, admission = self.rng, self.admission
-        while (
-            len(self.tickets) < 2
-            and self.issued - self.dropped < self.steps * self.n
-            and admission.may_start(self.version)
-        ):
-            admission.start(self.issued, self.version)
-            self.tickets.append((self.issued, self.version))
-            self.issued += 1
-        for actor, running in enumerate(self.slots):
-            if rng.random() < self.update_speed:
-                self.loaded[actor] = self.version
-            while self.tickets and len(running) < self.capacity:
-                group_id, version = self.tickets.pop(0)
-                self.loaded[actor] = max(self.loaded[actor], version)  # a prompt names the oldest weights it allows
-                length = rng.randint(1, self.longest) if rng.random() < 0.9 else self.longest
-                running.append([group_id, length])
-                self.versions[group_id] = []
-            for group in list(running):
-                self.versions[group[0]].append(self.loaded[actor])
-                group[1] -= 1
-                if group[1] == 0:
-                    running.remove(group)
-                    self._finish(group[0])
-        while (batch := admission.next_batch(self.finished)) is not None:
-            self.batches.append([self.finished.pop(group_id) and group_id for group_id in batch])
-        if self.batches and rng.random() < self.trainer_speed:
-            for group_id in self.batches.pop(0):
-                self.lags += [self.version - version for version in self.versions[group_id]]
-                self.trained += 1
-            self.version += 1
-
-    def _finish(self, group_id: int) -> None:
-        if self.rng.random() < self.drop_rate:
-            self.admission.drop(group_id)
-            self.dropped += 1
-        else:
-            self.finished[group_id] = [group_id + 1]
-
-
-@pytest.mark.parametrize("max_lag", [0, 1, 2, 5, 50, None])
-def test_no_token_is_older_than_max_lag_no_group_is_lost_and_nothing_deadlocks(max_lag):
-    """Random lengths, actors, filters and speeds; observed lag never over the bound, and every run comes to its end."""
-    reached = 0
-    for seed in range(150):
-        world = World(seed, max_lag)
-        for _ in range(200_000):
-            world.tick()
-            if world.version == world.steps:
-                break
-        assert world.version == world.steps, f"seed {seed}: no progress after step {world.version} of {world.steps}"
-        assert min(world.lags) >= 0
-        if max_lag is not None:
-            assert max(world.lags) <= max_lag, f"seed {seed}"
-        reached = max(reached, *world.lags)
-        assert world.trained + world.dropped == world.issued and not world.admission.outstanding
-        assert world.trained == world.steps * world.n
-    assert max_lag in (None, 50) or reached == max_lag, (
-        f"the bound is never reached ({reached}): admission is too strict"
-    )
-
-
-def test_groups_leave_as_they_started_and_dropped_ones_are_not_waited_for():
-    admission = Admission(2, None)
-    for group_id in range(5):
-        admission.start(group_id, 0)
-    assert admission.next_batch([4, 1, 3]) is None, "group 0 is the first"
-    admission.drop(0)
-    assert admission.next_batch([4, 1, 3]) is None, "now group 2 is the second"
-    assert admission.next_batch([4, 1, 3, 2]) == [1, 2]
-
-
-def test_places_up_to_the_bound_are_given_out_and_no_more():
-    admission = Admission(groups_per_batch=2, max_lag=1)
-    for group_id in range(4):
-        admission.start(group_id, version=0)  # all to be trained at step 0 or 1
-    assert not admission.may_start(0)
-    assert admission.next_batch([1, 2, 0]) == [0, 1]
-    assert admission.may_start(1) and not admission.may_start(0)
-    admission.start(4, 1)
-    admission.start(5, 1)  # step 2 at the latest
-    assert not admission.may_start(1)
-    assert admission.next_batch([4, 5, 2]) is None, "group 3 has to be in step 1"
-    assert admission.next_batch([4, 5, 2, 3]) == [2, 3]
-
-
-def test_bound_zero_is_exactly_on_policy():
-    admission = Admission(2, 0)
-    admission.start(0, 0)
-    admission.start(1, 0)
-    assert not admission.may_start(0)
-    admission.drop(1)
-    assert admission.may_start(0), "a dropped group makes room for another of the same version"
 
 
 # ---------------------------------------------------------------- packing
@@ -284,7 +155,7 @@ def test_group_with_less_than_two_verified_samples_is_dropped_and_counted():
     failed = [dataclasses.replace(r, reward=None, failure="timeout") for r in group.rollouts[1:]]
     one.take(RolloutGroup(prompt, group.rollouts[:1] + failed))
     assert one.dropped["verifier_failed"] == 1 and len(one.dropped_groups) == 1 and not one.finished
-    assert prompt.group_id not in one.admission.outstanding
+    assert prompt.group_id not in one.schedule.outstanding
     with pytest.raises(RuntimeError, match=r"the verifier failed \(it did in \d+ groups so far\)"):
         for _ in range(250):
             one.issue_prompts()
