@@ -28,6 +28,8 @@ from queues import Channels, Prompt, Report, Rollout, RolloutGroup
 from schedule import drains, may_load_weights
 from weights import BroadcastWeights, SharedMemoryWeights, WeightReceiver
 
+REPORT_S = 0.5  # at the latest after the last report
+
 
 def end_of_sequence_ids(model: Path) -> list[int]:
     """All of the checkpoint's end-of-sequence ids: a second one must not count as text that was cut."""
@@ -241,11 +243,13 @@ def main(cfg: Config, channels: Channels, start: Start, index: int, device: str)
     actor.report()
     channels.actors[index] = ActorState.UP
     while not channels.stop.value:
+        if time.monotonic() > actor.reported + REPORT_S:
+            actor.report()
         actor.update()
         actor.admit()
         idle, begin = not actor.in_flight, time.monotonic()
         if idle:
-            time.sleep(0.001)
+            time.sleep(0.002)
         actor.step()  # with nothing to decode, too: groups may wait to be sent
         if idle:
             actor.done["idle_s"] += time.monotonic() - begin

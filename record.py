@@ -2,7 +2,7 @@
 whatever shows them, and the screen.
 
 consumes  reports, of the kinds that `Record.take` lists
-emits     metrics.jsonl, evals.jsonl, rollouts.jsonl, eval_rollouts.jsonl; checkpoints and best/, complete; logs
+emits     metrics, actors, evals, rollouts, eval_rollouts, each .jsonl; checkpoints and best/, complete; logs
 """
 
 import contextlib
@@ -123,6 +123,7 @@ class Record:
 
     def take(self, kind: str, values: dict) -> None:
         if kind == "actor":
+            self.append("actors.jsonl", {"time_s": self.time_s, "step": len(self.steps)} | values)
             self.in_flight[values.pop("actor")] = values.pop("in_flight")
             self.done.update(values)
         elif kind == "step":
@@ -282,7 +283,7 @@ def resume(cfg: Config) -> Start:
         print(f"launch.py: {folder} is half-written and ignored")
         shutil.rmtree(folder)
     of_evals = ("evals", "eval_version"), ("eval_rollouts", "eval_version")
-    for name, key in (("metrics", "step"), ("rollouts", "step"), *of_evals):
+    for name, key in (("metrics", "step"), ("rollouts", "step"), ("actors", "step"), *of_evals):
         path, cut = cfg.run_dir / f"{name}.jsonl", cfg.run_dir / f"{name}.cut"
         cut.write_text("".join(json.dumps(line) + "\n" for line in read_lines(path) if line[key] <= start.step))
         cut.rename(path)

@@ -1,6 +1,6 @@
 """The paper's model of throughput at equal lag (arXiv 2509.19128, appendix A), as pure functions.
 
-    python bench/model.py        # the case study, throughput against g_max, and where it stops helping; PNGs in results/
+    python bench/model.py     # the case study, throughput against g_max, and where it stops helping; PNGs in results/
 
 A *flash* is the least time in which an accelerator can make one token's forward pass: FLOPs a token / its peak FLOP/s.
 Rates are in tokens a flash. H is the number of sequences in flight on each of the I accelerators that generate; the
@@ -114,7 +114,7 @@ def best_split(
 
 
 def gain(n: int, batch: int, lag: int, survivors: np.ndarray, table=U_H100, tau=TRAIN_FLASHES) -> float:
-    """Throughput of the best pipeline over that of conventional RL with the same maximum lag; nan without a pipeline."""
+    """Throughput of the best pipeline over that of conventional RL with the same maximum lag; nan if there is none."""
     ours = best_split(n, batch, lag, len(survivors) / survivors.sum(), table, tau)
     return ours.r / conventional(n, batch, lag + 1, survivors, table, tau).r if ours else np.nan
 
@@ -190,8 +190,9 @@ def pyplot():
 
 
 def finish(figure, axes, path: Path) -> None:
-    axes.grid(alpha=0.3)
-    axes.legend()
+    for one in np.atleast_1d(axes):
+        one.grid(alpha=0.3)
+        one.legend(fontsize="small")
     figure.tight_layout()
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=120)

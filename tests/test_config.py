@@ -82,6 +82,21 @@ def refused(capsys, *argv) -> str:
         (["tiny", "--actor.tp", "3"], "actor.tp 3 does not divide the model's 4 attention heads"),
         (["tiny", "--timeout", "1"], "timeout_s is 1.0: want at least 5"),
         (["tiny", "--device", "cuda", "--actors", "7000"], "need 7001 GPUs, there are"),
+        (["tiny", "--G", "0"], "phase_steps is 0: want at least 1"),
+        (
+            ["tiny", "--schedule", "conventional", "--G", "8"],
+            "schedule conventional with G = 8 has lags up to 7, over max_lag 4: take --max-lag 7, or a lower --G",
+        ),
+        (["tiny", "--schedule", "async", "--G", "3"], "async with G = 3 has lags up to 5, over max_lag 4"),
+        (
+            ["tiny", "--schedule", "conventional", "--actors", "2"],
+            "there are 1 trainers, 2 actors × tp 1: take as many",
+        ),
+        (["tiny", "--schedule", "async", "--actor.update", "drain"], "weights never change within a sequence"),
+        (
+            ["tiny", "--schedule", "async", "--G", "2", "--checkpoint-every", "5"],
+            "checkpoint_every 5 is not a multiple of G = 2: take 6",
+        ),
     ],
     ids=lambda value: value[1] if isinstance(value, list) and len(value) > 1 else None,
 )

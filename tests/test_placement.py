@@ -7,7 +7,6 @@ import pytest
 from conftest import ROOT, changed
 
 import placement
-from bench.model import best_split, pipeline, utilisation
 from config import ConfigError, presets
 
 TINY = presets()["tiny"]()
@@ -59,6 +58,20 @@ def test_every_machine_places_its_own_ranks_and_an_engine_has_all_its_gpus():
     assert second["actor-0"].parts == 2 and len(second["actor-0"].cores) == 8 and second["actor-0"].threads == 4
 
 
+def test_with_conventional_trainers_and_actors_share_ranks_cores_and_gpus():
+    cfg = changed(split(trainers=4, actors=2, tp=2), schedule="conventional", max_lag=None, device="cuda")
+    assert placement.world_size(cfg) == 4
+    assert [placement.roles(cfg, rank) for rank in range(4)] == [
+        ["train-0", "preprocess", "reward", "actor-0"], ["train-1"], ["train-2", "actor-1"], ["train-3"],
+    ]  # fmt: skip
+    places = placement.plan(cfg, range(8), list("0123"))
+    assert places["actor-1"].gpu == "2,3" and places["train-2"].gpu == "2" and places["train-3"].gpu == "3"
+    assert places["train-3"].cores == places["actor-1"].cores[:2] and len(places["actor-1"].cores) == 4
+    placement.check_split(cfg, 1, 4)
+    with pytest.raises(ConfigError, match="trains on all of the 1 × 8 = 8 ranks, not on 4: --trainers 8"):
+        placement.check_split(cfg, 1, 8)
+
+
 def test_torchrun_s_variables_are_read_and_taken_away(monkeypatch):
     """vLLM would read some of them."""
     said = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "head",
@@ -99,14 +112,3 @@ def test_plan_prints_the_placement_the_memory_and_the_model_s_opinion_without_st
     assert "the model's, lag ≤ 6" in text
     refused = plan_of("math", "--plan", "--nodes", "2", "--gpus-per-node", "8")
     assert refused.returncode == 2 and "80 trainers take all of the 2 × 8 = 16 ranks" in refused.stderr
-
-
-def test_model_gives_the_case_study_of_the_paper():
-    """H = 192, I = 44 of 128, B = 128: r_gen 16.9, r_train 17.08, g_max about 133 (arXiv 2509.19128, appendix A)."""
-    split = pipeline(128, 192, 44, 128)
-    assert split.r_gen == pytest.approx(16.9, abs=0.05) and split.r_train == pytest.approx(17.08, abs=0.02)
-    assert split.max_lag == 132 and split.r == split.r_gen
-    assert utilisation(0) == 0 and utilisation(192) == 0.384 and utilisation(10_000) == 0.7
-    best = best_split(128, 128, 133)
-    assert best.max_lag <= 133 and best.r >= split.r
-    assert best_split(2, 1, 1) is None, "lengths up to twice the mean: a lag of 2 at least"

@@ -268,6 +268,12 @@ def test_what_actors_did_is_summed_once_over_actors_and_steps(tmp_path):
     assert [step["generated_tokens_per_s"] for step in book.steps] == [200.0, 50.0, 50.0]
     assert [step["in_flight"] for step in book.steps] == [21, 21, 21]
     assert [step["actor_idle_s"] for step in book.steps] == [1.0, 0, 0]
+    reports = [json.loads(line) for line in (tmp_path / "run" / "actors.jsonl").read_text().splitlines()]
+    assert [(line["actor"], line["step"], line["in_flight"]) for line in reports] == [
+        (0, 0, 10),
+        (1, 0, 11),
+        (1, 1, 11),
+    ]
     # 1 s idle and 0.5 s of stall in 6 s
     text = summary(tmp_path / "run")
     assert "idle              actors 16.7%" in text and "update stall      8.33%" in text

@@ -1,0 +1,368 @@
+"""The paper's comparison on this machine: pipeline, async and conventional RL, real runs of `launch.py` with real vLLM.
+
+    python bench/figures.py [--preset tiny] [--seeds 3] [--steps 100] [--g 1 4 8 16 32] [--quick]
+
+Pipeline and async take one core for generation and one for training; conventional takes both for each in turn (two
+engines, two trainer ranks). All see the same prompts, model, optimizer and number of steps. Runs go to --runs-dir and
+are kept: a second call only draws. Tables and PNGs go to --out. Time counts from when every engine is up.
+
+The prediction beside each throughput is bench/simulate.py's, from two measurements alone: the time of a decode step
+against its batch, and the time to train on a token; both made here, with the other core kept busy as in a run.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+
+from bench.model import finish, pyplot  # noqa: E402
+from bench.report import read_lines  # noqa: E402
+from bench.simulate import Machine, Trace, simulate  # noqa: E402
+from config import Config, presets  # noqa: E402
+from placement import Place  # noqa: E402
+from schedule import drains, make_schedule, may_load_weights, publishes  # noqa: E402
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # of a decode step
+SMOOTH = 10  # optimizer steps over which a reward is averaged
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """One of those compared."""
+
+    schedule: str
+    g: int = 1
+
+    @property
+    def name(self) -> str:
+        return "pipeline" if self.schedule == "pipeline" else f"{self.schedule} G={self.g}"
+
+    def argv(self, cfg: Config) -> list[str]:
+        """What makes it of a preset, on two cores."""
+        if self.schedule == "pipeline":
+            return []
+        n = 2 if self.schedule == "conventional" else 1
+        phase = cfg.batch_size * self.g
+        argv = ["--schedule", self.schedule, "--G", str(self.g), "--max-lag", "None"]
+        argv += ["--actor.sequences", str(min(1024, phase // n))]  # all that an engine has of a phase at once
+        return argv + ["--actors", str(n), "--trainers", str(n)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A run that is complete."""
+
+    system: System
+    seed: int
+    steps: list[dict]
+    actors: list[dict]
+    rollouts: list[dict]
+
+    @property
+    def up_s(self) -> float:
+        """When the last engine was up."""
+        return max(min(a["time_s"] for a in self.actors if a["actor"] == i) for i in {a["actor"] for a in self.actors})
+
+    @functools.cached_property
+    def time_s(self) -> np.ndarray:
+        """Of the end of each step, from when all engines were up."""
+        return np.array([line["time_s"] for line in self.steps]) - self.up_s
+
+    @functools.cached_property
+    def reward(self) -> np.ndarray:
+        """Mean over the last steps up to each."""
+        rewards = [line["reward"] for line in self.steps]
+        return np.array([statistics.fmean(rewards[max(0, i + 1 - SMOOTH) : i + 1]) for i in range(len(rewards))])
+
+    def first(self, target: float) -> float:
+        """Time at which the reward first is that; nan if it never is."""
+        at = np.flatnonzero(self.reward[SMOOTH - 1 :] >= target)
+        return float(self.time_s[SMOOTH - 1 + at[0]]) if len(at) else np.nan
+
+    @property
+    def hand_over_s(self) -> float:
+        """Conventional: what is left of the time after generating (the engine that takes longest) and training."""
+        last_s, busy = self.steps[-1]["time_s"], {}
+        for line in self.actors:
+            if self.up_s < line["time_s"] <= last_s:
+                busy[line["actor"]] = busy.get(line["actor"], 0.0) + line["running_s"] - line.get("idle_s", 0.0)
+        trained = sum(line["train_s"] + line["publish_s"] for line in self.steps)
+        return float(self.time_s[-1]) - trained - max(busy.values())
+
+    @property
+    def samples_per_s(self) -> float:
+        return sum(line["samples"] for line in self.steps) / float(self.time_s[-1])
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(line["tokens"] for line in self.steps) / float(self.time_s[-1])
+
+    def mean(self, key: str) -> float:
+        return statistics.fmean(line[key] for line in self.steps if line[key] is not None)
+
+
+def run(system: System, seed: int, cfg: Config, args) -> Finished:
+    """Start it, unless it is there already."""
+    name = f"{args.preset}-{system.name.replace(' ', '-')}-{args.steps}-{seed}"
+    folder = args.runs_dir / name
+    if len(read_lines(folder / "metrics.jsonl")) < args.steps:
+        argv = ["--runs-dir", str(args.runs_dir), "--name", name, "--overwrite", "--seed", str(seed)]
+        argv += ["--steps", str(args.steps), "--eval.every", "0", "--show-every", "0", "--log", "none"]
+        command = [sys.executable, "launch.py", args.preset, *argv, *system.argv(cfg)]
+        start = time.monotonic()
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)}\nended with exit code {done.returncode}:\n{done.stdout[-3000:]}")
+        print(f"{system.name}, seed {seed}: {time.monotonic() - start:.0f} s", flush=True)
+    return Finished(system, seed, *(read_lines(folder / f"{name}.jsonl") for name in ("metrics", "actors", "rollouts")))
+
+
+# ---------------------------------------------------------------- what the machine can do
+
+
+def measure_decode(cfg: Config, batches: tuple[int, ...], core: int, results) -> None:
+    """Seconds of a decode step against its batch, in a process of its own."""
+    Place("cpu", (core,), 1).enter()
+    from actor import Engine
+
+    wide = dataclasses.replace(cfg, actor=dataclasses.replace(cfg.actor, sequences=max(batches)))
+    engine, seconds = Engine(wide, seed=0, device="cpu"), {}
+    engine.sampling = functools.partial(engine.sampling, ignore_eos=True)
+    rng, length = random.Random(0), cfg.actor.max_completion_tokens
+    for batch in batches:
+        times = []
+        while len(times) < 2 * length and sum(times) < 3.0:
+            for _ in range(batch):
+                engine.submit([rng.randint(1, 10) for _ in range(8)], 1.0)
+            engine.step()  # prefill
+            begin, made = time.monotonic(), 0
+            while engine.engine.has_unfinished_requests():
+                engine.step()
+                made += 1
+            times += [(time.monotonic() - begin) / made] * made
+        seconds[batch] = statistics.median(times)
+    results.put(seconds)
+
+
+def decode_table(cfg: Config, args) -> dict[int, float]:
+    """Batch -> seconds of a decode step, while the other core decodes too. Kept beside the runs."""
+    path = args.runs_dir / f"{args.preset}-decode.json"
+    if not path.exists():
+        context = multiprocessing.get_context("spawn")
+        results = context.Queue()
+        cores = sorted(os.sched_getaffinity(0))[:2]
+        processes = [context.Process(target=measure_decode, args=(cfg, args.batches, c, results)) for c in cores]
+        for process in processes:
+            process.start()
+        both = [results.get(timeout=300) for _ in processes]
+        for process in processes:
+            process.join()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({batch: statistics.fmean(t[batch] for t in both) for batch in args.batches}))
+    return {int(batch): seconds for batch, seconds in json.loads(path.read_text()).items()}
+
+
+def decode_seconds(table: dict[int, float], h: int) -> float:
+    """Of a decode step, linear between what was measured."""
+    return float(np.interp(h, list(table), list(table.values())))
+
+
+# ---------------------------------------------------------------- what the model expects
+
+
+def predict(system: System, cfg: Config, table: dict[int, float], of: Finished, args) -> Trace:
+    """The run as bench/simulate.py sees it: its lengths, its time to train on a token, the machine's decode steps."""
+    import tyro
+
+    made = tyro.cli(Config, default=cfg, args=[*system.argv(cfg), "--steps", str(args.steps)])
+    lengths = [len(line["tokens"]) for line in of.rollouts]
+    rng = random.Random(0)
+    draw = (rng.choice(lengths) for _ in itertools.count())
+    per_token = sum(line["train_s"] for line in of.steps) / sum(line["tokens"] for line in of.steps)
+    publish = statistics.fmean(line["publish_s"] for line in of.steps)
+    machine = Machine(
+        made.actors, made.actor.sequences, functools.partial(decode_seconds, table), lambda n: n * per_token + publish
+    )
+    schedule = make_schedule(made, 0)
+    return simulate(
+        schedule, machine, draw, made.group_size, made.steps, functools.partial(publishes, made),
+        functools.partial(may_load_weights, made), drains(made),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- tables
+
+
+def spread(values: list[float], form: str = ".0f") -> str:
+    """Median (lowest – highest); `–` if it is of none."""
+    known = sorted(value for value in values if not np.isnan(value))
+    if len(known) < len(values):
+        return "not reached" if not known else f"{len(known)} of {len(values)} reach it"
+    return f"{statistics.median(known):{form}} ({known[0]:{form}} – {known[-1]:{form}})"
+
+
+def median(values) -> float:
+    return float(np.median(list(values)))
+
+
+def table_of(runs: dict[System, list[Finished]], predicted: dict[System, float], target: float) -> list[str]:
+    """A line a system; ratios are of medians, pipeline over the system in question."""
+    ours = next(iter(runs.values()))
+    lines = [
+        f"| | tokens/s | predicted | ÷ predicted | s to reward {target:.2f} | pipeline is faster by | less hand-over | "
+        "hand-over, % | final reward | lag mean / max | ESS mean / min |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    base = median(run.first(target) for run in ours)
+    for system, found in runs.items():
+        rate = median(run.tokens_per_s for run in found)
+        times = [run.first(target) for run in found]
+        hand_over = [run.hand_over_s / run.time_s[-1] if system.schedule == "conventional" else 0.0 for run in found]
+        efficient = [t * (1 - share) for t, share in zip(times, hand_over, strict=True)]
+        lag_max = max(line["lag_max"] for run in found for line in run.steps)
+        ess_min = min(line["ess"] for run in found for line in run.steps if line["ess"] is not None)
+        cells = [
+            spread([run.tokens_per_s for run in found]),
+            f"{predicted[system]:.0f}",
+            f"{rate / predicted[system]:.2f}",
+            spread(times),
+            f"{median(times) / base:.2f}",
+            f"{median(efficient) / base:.2f}",
+            f"{100 * median(hand_over):.0f}" if system.schedule == "conventional" else "–",
+            spread([run.reward[-1] for run in found], ".3f"),
+            f"{median(run.mean('lag_mean') for run in found):.2f} / {lag_max}",
+            f"{median(run.mean('ess') for run in found):.3f} / {ess_min:.3f}",
+        ]
+        lines.append(f"| {system.name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+# ---------------------------------------------------------------- figures
+
+
+def colors(runs: dict[System, list[Finished]]) -> dict[System, object]:
+    plt, others = pyplot(), [system for system in runs if system.schedule == "conventional"]
+    shades = plt.cm.viridis(np.linspace(0.05, 0.9, max(1, len(others))))
+    return {system: "tab:red" if system.schedule == "pipeline" else "tab:orange" for system in runs} | dict(
+        zip(others, shades, strict=True)
+    )
+
+
+def draw_learning(runs: dict[System, list[Finished]], path: Path) -> None:
+    """Reward against time, reward against samples, samples against time (the paper's figures 5 and 10)."""
+    figure, axes = pyplot().subplots(1, 3, figsize=(15, 4.5))
+    for system, color in colors(runs).items():
+        found = runs[system]
+        samples = np.cumsum([line["samples"] for line in found[0].steps])
+        times, rewards = (np.array([getattr(run, what) for run in found]) for what in ("time_s", "reward"))
+        time_s, style = np.median(times, axis=0), {"color": color, "label": system.name}
+        axes[0].plot(time_s, np.median(rewards, axis=0), **style)
+        axes[0].fill_between(time_s, rewards.min(axis=0), rewards.max(axis=0), color=color, alpha=0.12, linewidth=0)
+        axes[1].plot(samples, np.median(rewards, axis=0), **style)
+        axes[2].plot(time_s, samples, **style)
+    axes[0].set(xlabel="seconds", ylabel=f"reward, mean of {SMOOTH} steps")
+    axes[1].set(xlabel="samples", ylabel="reward")
+    axes[2].set(xlabel="seconds", ylabel="samples")
+    finish(figure, axes, path)
+
+
+def draw_lag(runs: dict[System, list[Finished]], path: Path) -> None:
+    """Lag and ESS over training (figure 6), mean lag against token position (figure 3a)."""
+    figure, axes = pyplot().subplots(1, 4, figsize=(19, 4.5))
+    for system, color in colors(runs).items():
+        found, style = runs[system], {"color": color, "label": system.name}
+        steps = [line["step"] for line in found[0].steps]
+        for ax, key in zip(axes, ("lag_max", "lag_mean", "ess"), strict=False):
+            values = [[np.nan if line[key] is None else line[key] for line in run.steps] for run in found]
+            ax.plot(steps, np.median(values, axis=0), **style)
+        lags: dict[int, list[int]] = {}
+        for rollout in (rollout for run in found for rollout in run.rollouts[len(run.rollouts) // 5 :]):
+            for position, version in enumerate(rollout["versions"]):
+                lags.setdefault(position, []).append(rollout["step"] - 1 - version)
+        known = [position for position in sorted(lags) if len(lags[position]) >= 20]
+        axes[3].plot(known, [statistics.fmean(lags[position]) for position in known], **style)
+    for ax, label in zip(axes, ("maximum lag", "mean lag", "ESS"), strict=False):
+        ax.set(xlabel="optimizer step", ylabel=label)
+    axes[3].set(xlabel="token position", ylabel="mean lag (one sequence a step)")
+    finish(figure, axes, path)
+
+
+def draw_batch(runs: dict[System, list[Finished]], table: dict[int, float], path: Path) -> None:
+    """Decode throughput against the batch, and the sequences that run over time (figure 2)."""
+    figure, axes = pyplot().subplots(1, 2, figsize=(13, 4.5))
+    axes[0].plot(list(table), [batch / seconds for batch, seconds in table.items()], "o-", label="one engine, one core")
+    axes[0].set(xscale="log", xlabel="sequences in a decode step", ylabel="tokens/s", ylim=(0, None))
+    for system, color in colors(runs).items():
+        one = runs[system][0]
+        reports = [line for line in one.actors if line["actor"] == 0 and 0 < line["time_s"] - one.up_s < 40]
+        share = [1 - line.get("idle_s", 0.0) / max(1e-9, line["running_s"]) for line in reports]  # of the half second
+        values = [line["in_flight"] * part for line, part in zip(reports, share, strict=True)]
+        axes[1].plot([line["time_s"] - one.up_s for line in reports], values, color=color, label=system.name)
+    axes[1].set(xlabel="seconds", ylabel="sequences in flight, engine 0, mean of half a second", yscale="symlog")
+    finish(figure, axes, path)
+
+
+# ---------------------------------------------------------------- main
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="tiny")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument(
+        "--g", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="of conventional; async takes the second"
+    )
+    parser.add_argument("--target", type=float, default=0.75, help="reward whose time is compared")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs/figures"))
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--quick", action="store_true", help="one seed, few steps, G = 4: shows that all of it works")
+    args = parser.parse_args()
+    if args.quick:
+        args.seeds, args.steps, args.g, args.target = 1, 16, [4], 0.45
+    args.batches = BATCHES[::5] if args.quick else BATCHES
+    args.runs_dir = args.runs_dir.resolve()
+    start, cfg = time.monotonic(), presets()[args.preset]()
+    systems = [System("pipeline"), System("async", args.g[min(1, len(args.g) - 1)])]
+    systems += [System("conventional", g) for g in args.g]
+    table = decode_table(cfg, args)
+    runs: dict[System, list[Finished]] = {system: [] for system in systems}
+    for seed in range(args.seeds):  # in turns: whatever else the machine does it does to all
+        for system in systems:
+            runs[system].append(run(system, seed, cfg, args))
+    predicted = {
+        system: median(predict(system, cfg, table, of, args).tokens_per_time() for of in found)
+        for system, found in runs.items()
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    prefix = args.out / args.preset
+    draw_learning(runs, prefix.with_name(f"{args.preset}_learning.png"))
+    draw_lag(runs, prefix.with_name(f"{args.preset}_lag.png"))
+    draw_batch(runs, table, prefix.with_name(f"{args.preset}_batch.png"))
+    about = f"`python bench/figures.py {' '.join(sys.argv[1:])}`: preset {args.preset}, {args.steps} steps, "
+    about += f"{args.seeds} seeds, {platform.machine()}, {len(os.sched_getaffinity(0))} cores, "
+    about += f"{(time.monotonic() - start) / 60:.0f} minutes; median (lowest – highest)"
+    rates = ["| sequences | " + " | ".join(map(str, table)) + " |", "|---|" + "---|" * len(table)]
+    rates.append("| tokens/s | " + " | ".join(f"{b / seconds:.0f}" for b, seconds in table.items()) + " |")
+    text = "\n".join([about, "", *table_of(runs, predicted, args.target), "", *rates, ""])
+    (args.out / f"{args.preset}.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
