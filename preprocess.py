@@ -259,6 +259,7 @@ class Preprocessor:
         rollout = group.rollouts[0]
         values = {"step": step + 1, "group_id": group.prompt.group_id} | self.about(group)
         values["tokens"] = [self.tokenizer.decode([token]) for token in rollout.completion_ids.tolist()]
+        values["token_ids"] = rollout.completion_ids.tolist()
         values["versions"] = rollout.versions.tolist()
         values["logprobs"] = [round(logprob, 4) for logprob in rollout.logprobs.tolist()]
         self.channels.reports.put(Report("rollout", values))
