@@ -2,8 +2,8 @@
 
     python bench/kl.py [--preset tiny] [--steps 90] [--g-max 16] [--quick]
 
-First a run of the preset that keeps a checkpoint of every version. Then, at three stages v of its training and for lags g
-up to g-max, an engine samples the same prompts
+First a run of the preset that keeps a checkpoint of every version. Then, at three stages v of its training and for
+lags g up to g-max, an engine samples the same prompts
     conventional   by version v alone
     kept           in flight: from v on to v + g, a version every L/g-max tokens (the first after two of those), with
                    the KV cache that older versions have left
