@@ -1,6 +1,6 @@
 """Runs real vLLM through the in-flight update and compares it with transformers; prints its findings as JSON.
 
-    python tests/engine_scenarios.py qwen2-tied|llama|qwen2-untied-tp2 FOLDER
+    python tests/engine_scenarios.py qwen2-tied|llama-untied-tp2 FOLDER
 
 One engine in one process for all scenarios of an architecture: `test_engine.py` starts this and asserts on the result.
 """
@@ -41,7 +41,9 @@ def make_model(kind: str, folder: Path) -> None:
         initializer_range=0.15,
     )  # fmt: skip
     torch.manual_seed(1)
-    config = (LlamaConfig if kind == "llama" else Qwen2Config)(**common, tie_word_embeddings="tied" in kind.split("-"))
+    config = (LlamaConfig if kind.startswith("llama") else Qwen2Config)(
+        **common, tie_word_embeddings="tied" in kind.split("-")
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(presets()["tiny"]().model)
     tokenizer.eos_token = None  # every sequence runs to its limit

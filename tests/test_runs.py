@@ -254,7 +254,7 @@ def assert_ends_in_ten_seconds_naming(run: Run, name: str, family: list[psutil.P
     run.assert_nothing_left(family)
 
 
-@pytest.mark.parametrize("name", ["preprocess", "reward", "train-0"])
+@pytest.mark.parametrize("name", ["reward", "train-0"])
 def test_killing_a_role_ends_the_run_in_ten_seconds_naming_it(tmp_path, name):
     run = Run(tmp_path, *LONG)
     run.wait_for_step(2)

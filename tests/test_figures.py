@@ -1,0 +1,94 @@
+"""The comparison of the schedules and the divergence against lag, in their quick forms: real runs, real vLLM."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from bench.report import read_lines
+
+
+def figures(script: str, folder: Path) -> str:
+    argv = ["--quick", "--runs-dir", str(folder / "runs"), "--out", str(folder / "out")]
+    done = subprocess.run(
+        [sys.executable, f"bench/{script}", *argv], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("figures")
+    (folder / "stdout").write_text(figures("figures.py", folder))
+    return folder
+
+
+def run_of(compared: Path, name: str) -> tuple[list[dict], list[dict], list[dict]]:
+    folder = compared / "runs" / f"tiny-{name}-16-0"
+    return tuple(read_lines(folder / f"{kind}.jsonl") for kind in ("metrics", "rollouts", "actors"))
+
+
+@pytest.mark.parametrize("name, most", [("conventional-G=4", 3), ("async-G=4", 7)])
+def test_phases_of_a_real_run_have_one_version_and_the_lag_that_they_should(compared, name, most):
+    steps, rollouts, _ = run_of(compared, name)
+    assert [line["step"] for line in steps] == list(range(1, 17))
+    assert sorted(group for line in steps for group in line["group_ids"]) == list(range(16 * 16))
+    assert [line["group_ids"] for line in steps] != sorted(line["group_ids"] for line in steps), "shuffled in a phase"
+    versions = [set(rollout["versions"]) for rollout in rollouts]
+    assert all(len(seen) == 1 and seen <= {0, 4, 8, 12} for seen in versions)
+    assert max(line["lag_max"] for line in steps) == most and min(line["lag_min"] for line in steps) == 0
+    assert all(line["ess"] > 0.9 and line["kl_behaviour"] < 0.05 for line in steps), "log μ is of the right version"
+
+
+def test_engines_of_a_conventional_run_stand_idle_while_it_trains(compared):
+    """And both have their share of what is generated."""
+    steps, _, actors = run_of(compared, "conventional-G=4")
+    since = [line for line in actors if line["time_s"] > steps[0]["time_s"] - steps[0]["train_s"]]
+    trained = sum(line["train_s"] for line in steps[:-1])
+    for index in (0, 1):
+        own = [line for line in since if line["actor"] == index]
+        assert sum(line.get("idle_s", 0.0) for line in own) > 0.6 * trained
+        tokens = [sum(n.get("generated_tokens", 0) for n in actors if n["actor"] == i) for i in (index, 1 - index)]
+        assert tokens[0] > 0.7 * tokens[1]
+
+
+def test_table_has_every_system_with_what_was_expected_of_it_and_the_figures_are_drawn(compared):
+    text = (compared / "stdout").read_text()
+    assert (
+        text == (compared / "out" / "tiny.md").read_text() + "\n" or (compared / "out" / "tiny.md").read_text() in text
+    )
+    for name in ("pipeline", "async G=4", "conventional G=4"):
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        measured, predicted = float(re.match(r"\d+", cells[1]).group()), float(cells[2])
+        assert measured > 0 and predicted > 0
+        assert 0.4 < measured / predicted < 2.5, "a few steps on a busy machine: only that it is no nonsense"
+    for name in ("learning", "lag", "batch"):
+        assert (compared / "out" / f"tiny_{name}.png").stat().st_size > 10_000
+
+
+def test_divergence_is_nothing_on_policy_and_a_rollout_is_drawn_token_by_token(tmp_path):
+    figures("kl.py", tmp_path)
+    found = json.loads((tmp_path / "out" / "tiny_kl.json").read_text())
+    assert found.pop("lags")[0] == 0 and len(found) == 3
+    for curves in found.values():
+        assert set(curves) == {"conventional", "kept", "recomputed"}
+        for values in curves.values():
+            assert values[0] < 1e-6 and min(values) >= 0, "sampled by the very weights it is held against"
+        assert curves["conventional"][-1] > 10 * curves["conventional"][0], "other weights are another policy"
+    page = (tmp_path / "out" / "tiny_rollout.html").read_text()
+    (rollout,) = [
+        line for line in read_lines(tmp_path / "runs" / "tiny-versions-12" / "rollouts.jsonl")
+        if f"trained at step {line['step']}<" in page and repr(line["prompt"]).strip("'") in page
+    ]  # fmt: skip
+    cells = re.findall(r"<td.*?<b>(.*?)</b><br>v(\d+)<br>lag (-?\d+)<br>([\d.]+)</td>", page)
+    assert [int(version) for _, version, _, _ in cells] == rollout["versions"]
+    assert [int(lag) for _, _, lag, _ in cells] == [rollout["step"] - 1 - version for version in rollout["versions"]]
+    assert all(0.2 < float(ratio) < 5 for *_, ratio in cells)
+    assert (tmp_path / "out" / "tiny_rollout.png").stat().st_size > 5_000
+    assert (tmp_path / "out" / "tiny_kl.png").stat().st_size > 10_000
