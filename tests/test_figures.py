@@ -59,9 +59,7 @@ def test_engines_of_a_conventional_run_stand_idle_while_it_trains(compared):
 
 def test_table_has_every_system_with_what_was_expected_of_it_and_the_figures_are_drawn(compared):
     text = (compared / "stdout").read_text()
-    assert (
-        text == (compared / "out" / "tiny.md").read_text() + "\n" or (compared / "out" / "tiny.md").read_text() in text
-    )
+    assert (compared / "out" / "tiny.md").read_text() in text
     for name in ("pipeline", "async G=4", "conventional G=4"):
         (line,) = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
         cells = [cell.strip() for cell in line.strip("|").split("|")]
