@@ -102,7 +102,7 @@ class Finished:
             if self.up_s < line["time_s"] <= last_s:
                 busy[line["actor"]] = busy.get(line["actor"], 0.0) + line["running_s"] - line.get("idle_s", 0.0)
         trained = sum(line["train_s"] + line["publish_s"] for line in self.steps)
-        return float(self.time_s[-1]) - trained - max(busy.values())
+        return max(0.0, float(self.time_s[-1]) - trained - max(busy.values()))
 
     @property
     def samples_per_s(self) -> float:
@@ -136,31 +136,35 @@ def run(system: System, seed: int, cfg: Config, args) -> Finished:
 
 
 def measure_decode(cfg: Config, batches: tuple[int, ...], core: int, results) -> None:
-    """Seconds of a decode step against its batch, in a process of its own."""
+    """Seconds of a decode step against its batch, and under 0 what a sequence takes beside; in a process of its own."""
     Place("cpu", (core,), 1).enter()
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     from actor import Engine
 
     wide = dataclasses.replace(cfg, actor=dataclasses.replace(cfg.actor, sequences=max(batches)))
-    engine, seconds = Engine(wide, seed=0, device="cpu"), {}
+    engine, seconds, beside = Engine(wide, seed=0, device="cpu"), {}, []
     engine.sampling = functools.partial(engine.sampling, ignore_eos=True)
-    rng, length = random.Random(0), cfg.actor.max_completion_tokens
+    rng = random.Random(0)
     for batch in batches:
-        times = []
-        while len(times) < 2 * length and sum(times) < 3.0:
+        times, begin = [], time.monotonic()
+        while len(times) < 100 and time.monotonic() < begin + 3.0:
+            whole, steps = time.monotonic(), []
             for _ in range(batch):
-                engine.submit([rng.randint(1, 10) for _ in range(8)], 1.0)
-            engine.step()  # prefill
-            begin, made = time.monotonic(), 0
+                engine.submit([rng.randint(1, 10) for _ in range(10)], 1.0)
             while engine.engine.has_unfinished_requests():
+                step = time.monotonic()
                 engine.step()
-                made += 1
-            times += [(time.monotonic() - begin) / made] * made
+                steps.append(time.monotonic() - step)
+            times += steps[1:-1]
+            beside.append((batch, (time.monotonic() - whole - len(steps) * statistics.median(steps)) / batch))
         seconds[batch] = statistics.median(times)
-    results.put(seconds)
+    of_many = [each for batch, each in beside if batch >= 32]
+    results.put({0: max(0.0, statistics.median(of_many))} | seconds)
 
 
 def decode_table(cfg: Config, args) -> dict[int, float]:
-    """Batch -> seconds of a decode step, while the other core decodes too. Kept beside the runs."""
+    """Batch -> seconds of a decode step, and 0 -> what a sequence takes beside its steps, while the other core decodes
+    too. Kept beside the runs."""
     path = args.runs_dir / f"{args.preset}-decode.json"
     if not path.exists():
         context = multiprocessing.get_context("spawn")
@@ -173,7 +177,7 @@ def decode_table(cfg: Config, args) -> dict[int, float]:
         for process in processes:
             process.join()
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({batch: statistics.fmean(t[batch] for t in both) for batch in args.batches}))
+        path.write_text(json.dumps({batch: statistics.fmean(t[batch] for t in both) for batch in both[0]}))
     return {int(batch): seconds for batch, seconds in json.loads(path.read_text()).items()}
 
 
@@ -185,7 +189,7 @@ def decode_seconds(table: dict[int, float], h: int) -> float:
 # ---------------------------------------------------------------- what the model expects
 
 
-def predict(system: System, cfg: Config, table: dict[int, float], of: Finished, args) -> Trace:
+def predict(system: System, cfg: Config, table: dict[int, float], beside: float, of: Finished, args) -> Trace:
     """The run as bench/simulate.py sees it: its lengths, its time to train on a token, the machine's decode steps."""
     import tyro
 
@@ -195,9 +199,8 @@ def predict(system: System, cfg: Config, table: dict[int, float], of: Finished, 
     draw = (rng.choice(lengths) for _ in itertools.count())
     per_token = sum(line["train_s"] for line in of.steps) / sum(line["tokens"] for line in of.steps)
     publish = statistics.fmean(line["publish_s"] for line in of.steps)
-    machine = Machine(
-        made.actors, made.actor.sequences, functools.partial(decode_seconds, table), lambda n: n * per_token + publish
-    )
+    decode = functools.partial(decode_seconds, table)
+    machine = Machine(made.actors, made.actor.sequences, decode, lambda n: n * per_token + publish, start=beside)
     schedule = make_schedule(made, 0)
     return simulate(
         schedule, machine, draw, made.group_size, made.steps, functools.partial(publishes, made),
@@ -341,12 +344,13 @@ def main() -> None:
     systems = [System("pipeline"), System("async", args.g[min(1, len(args.g) - 1)])]
     systems += [System("conventional", g) for g in args.g]
     table = decode_table(cfg, args)
+    beside = table.pop(0)
     runs: dict[System, list[Finished]] = {system: [] for system in systems}
     for seed in range(args.seeds):  # in turns: whatever else the machine does it does to all
         for system in systems:
             runs[system].append(run(system, seed, cfg, args))
     predicted = {
-        system: median(predict(system, cfg, table, of, args).tokens_per_time() for of in found)
+        system: median(predict(system, cfg, table, beside, of, args).tokens_per_time() for of in found)
         for system, found in runs.items()
     }
     args.out.mkdir(parents=True, exist_ok=True)
@@ -358,7 +362,9 @@ def main() -> None:
     about += f"{args.seeds} seeds, {platform.machine()}, {len(os.sched_getaffinity(0))} cores, "
     about += f"{(time.monotonic() - start) / 60:.0f} minutes; median (lowest – highest)"
     rates = ["| sequences | " + " | ".join(map(str, table)) + " |", "|---|" + "---|" * len(table)]
+    rates[0] = rates[0].replace("sequences", "sequences in a decode step")
     rates.append("| tokens/s | " + " | ".join(f"{b / seconds:.0f}" for b, seconds in table.items()) + " |")
+    rates += ["", f"and {1000 * beside:.2f} ms for each sequence beside its steps (prefill, bookkeeping)"]
     text = "\n".join([about, "", *table_of(runs, predicted, args.target), "", *rates, ""])
     (args.out / f"{args.preset}.md").write_text(text)
     print(text)

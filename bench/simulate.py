@@ -24,6 +24,7 @@ class Machine:
     sequences: int  # H: at most, in each
     decode: Callable[[int], float]  # time of a decode step of h sequences
     train: Callable[[int], float]  # time of an optimizer step on so many tokens
+    start: float = 0.0  # what each sequence takes of its engine's time beside its decode steps: prefill, bookkeeping
     stall: float = 0.0  # of an engine, when weights come in
     publish: float = 0.0  # from the end of a step until its weights can come in
     score: float = 0.0  # from the last sequence of a group until the schedule knows of it
@@ -116,6 +117,7 @@ def simulate(
                 if oldest > engine.version:
                     break
                 engine.waiting.popleft()
+                engine.at += machine.start
                 engine.progress, sequence = float(np.ceil(engine.progress - 1e-9)), next(ids)
                 began[sequence] = int(engine.progress)
                 heapq.heappush(engine.running, (int(engine.progress) + next(lengths), sequence, group))
