@@ -11,6 +11,8 @@ from conftest import ROOT
 
 from bench.report import read_lines
 
+pytestmark = pytest.mark.figures  # four minutes: `pytest tests -m figures`
+
 
 def figures(script: str, folder: Path) -> str:
     argv = ["--quick", "--runs-dir", str(folder / "runs"), "--out", str(folder / "out")]

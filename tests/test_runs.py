@@ -212,7 +212,8 @@ def test_run_folder_is_not_overwritten_unasked(finished):
 
 
 def test_two_runs_side_by_side_every_option_of_the_schedule_and_several_processes_a_role(tmp_path):
-    """Both on the same cores. One: two actors, drain, KV recomputed, a KL penalty. Other: two trainers, lag 0."""
+    """Both on the same cores. One: two actors, drain, KV recomputed, a KL penalty. Other: conventional, G = 2, with two
+    actors and two trainers."""
     short = (
         "--steps",
         "4",
@@ -226,8 +227,9 @@ def test_two_runs_side_by_side_every_option_of_the_schedule_and_several_processe
         "16",
     )
     drain = ("--actors", "2", "--actor.update", "drain", "--actor.kv", "recompute", "--train.kl-coef", "0.01")
-    on_policy = ("--trainers", "2", "--max-lag", "0", "--reward.workers", "2", "--train.normaliser", "sequence")
-    one, two = Run(tmp_path, *short, *drain, name="one"), Run(tmp_path, *short, *on_policy, name="two")
+    turns = ("--schedule", "conventional", "--G", "2", "--actors", "2", "--trainers", "2")
+    turns += ("--reward.workers", "2", "--train.normaliser", "sequence")
+    one, two = Run(tmp_path, *short, *drain, name="one"), Run(tmp_path, *short, *turns, name="two")
     assert (one.wait(2 * START_S), two.wait(2 * START_S)) == (0, 0), one.text() + two.text()
     for run in (one, two):
         assert len(run.lines("metrics.jsonl")) == 4
@@ -236,9 +238,12 @@ def test_two_runs_side_by_side_every_option_of_the_schedule_and_several_processe
     assert all(len(set(rollout["versions"])) == 1 for rollout in one.lines("rollouts.jsonl")), (
         "drain: one policy a sequence"
     )
-    for line in two.lines("metrics.jsonl"):
-        # max_lag 0 is exactly on-policy: what vLLM recorded is what the trainer computes.
-        assert line["lag_max"] == 0 and line["ess"] > 0.99999 and line["ratio_max"] < 1.001
+    lines = two.lines("metrics.jsonl")
+    assert [(line["lag_min"], line["lag_max"]) for line in lines] == [(0, 0), (1, 1)] * 2, "the weights of a phase"
+    for line in lines[::2]:  # exactly on-policy: what vLLM recorded is what the trainer computes
+        assert line["ess"] > 0.99999 and line["ratio_max"] < 1.001
+    assert sorted(group for line in lines for group in line["group_ids"]) == list(range(16))
+    assert {version for rollout in two.lines("rollouts.jsonl") for version in rollout["versions"]} <= {0, 2}
 
 
 LONG = ("--steps", "100000", "--show-every", "0")
