@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.model import H100_FLOPS_PER_S, best_split, pipeline
+from bench.model import H100_FLOPS_PER_S, Split, best_split, conventional, pipeline, uniform
 from config import Config, ConfigError
 
 # glibc gives large blocks back to the kernel at once, to get them again page by page: a fifth of a CPU trainer's time.
@@ -196,7 +196,9 @@ def ranges(names: list[str]) -> str:
 def table(cfg: Config, nodes: int, per_node: int, gpu_gib: float, model: Size | None) -> str:
     """The placement, the memory and the expected throughput. Raises ConfigError for a split that does not fit."""
     check_split(cfg, nodes, per_node)
-    lines = [f"{nodes} machines of {per_node} GPUs: {cfg.trainers} train, {cfg.actors} actors × tp {cfg.actor.tp}"]
+    turns = ", in turns on the same GPUs" * (cfg.schedule == "conventional")
+    sides = f"{cfg.trainers} train, {cfg.actors} actors × tp {cfg.actor.tp}{turns}"
+    lines = [f"{nodes} machines of {per_node} GPUs: {sides}"]
     lines += ["", f"{'machine':<10}{'trainers':<24}{'actors':<24}beside them, on the CPU"]
     for node in range(nodes):
         names = [name for rank in range(node * per_node, (node + 1) * per_node) for name in roles(cfg, rank)]
@@ -228,7 +230,11 @@ def memory(cfg: Config, gpu_gib: float, model: Size) -> list[str]:
     lines.append(f"{'sum (activations not counted)':<34}{sum(r[1] for r in rows):>9.1f}{sum(r[2] for r in rows):>9.1f}")
     enough = f"{full_kv:.1f} GiB would hold {cfg.actor.sequences} sequences of {tokens:,} tokens"
     lines.append(f"KV cache: {cfg.actor.gpu_memory_utilization:g} of the GPU less the weights; {enough}")
-    if sum(row[1] for row in rows) > gpu_gib or sum(row[2] for row in rows) > gpu_gib or room <= 0:
+    trainer, actor = sum(row[1] for row in rows), sum(row[2] for row in rows)
+    if cfg.schedule == "conventional":
+        lines.append(f"both on the same GPU: {trainer + actor:.1f} GiB")
+        trainer += actor
+    if max(trainer, actor) > gpu_gib or room <= 0:
         lines.append("IT DOES NOT FIT: more trainers, a higher actor.tp, or a lower actor.gpu_memory_utilization")
     return lines
 
@@ -236,21 +242,28 @@ def memory(cfg: Config, gpu_gib: float, model: Size) -> list[str]:
 def throughput(cfg: Config, gpus: int, model: Size) -> list[str]:
     """By the paper's model: H100, lengths uniform up to the limit, nothing lost to communication."""
     flash_s = 2 * model.parameters / H100_FLOPS_PER_S
-    ours = pipeline(gpus, cfg.actor.sequences // cfg.actor.tp or 1, cfg.actors * cfg.actor.tp, cfg.batch_size)
-    lag = cfg.max_lag if cfg.max_lag is not None else ours.max_lag
-    tokens = cfg.batch_size * cfg.actor.max_completion_tokens / 2
+    lengths, tp = uniform(cfg.actor.max_completion_tokens), cfg.actor.tp
+    ours = pipeline(gpus, cfg.actor.sequences // tp or 1, cfg.actors * tp, cfg.batch_size)
+    if cfg.schedule == "conventional":
+        ours = conventional(gpus, cfg.batch_size, cfg.phase_steps, lengths)
+    most = 2 * cfg.phase_steps - 1 if cfg.schedule == "async" else ours.max_lag
+    lag = cfg.max_lag if cfg.max_lag is not None else most
+    tokens = cfg.batch_size * lengths.sum()
+    rows = [] if cfg.schedule == "async" else [("this split", ours)]  # the paper has no formula for it
+    rows.append((f"the model's, lag ≤ {lag:g}", best_split(gpus, cfg.batch_size, lag)))
     lines = ["expected at best (arXiv 2509.19128, appendix A: H100, lengths uniform on 1..L; U(h) in bench/model.py)"]
     lines.append(f"{'':<26}{'H a GPU':>8}{'I of N':>11}{'tokens/s':>12}{'s a step':>10}{'g_max':>7}  bound by")
-    for name, split in (("this split", ours), (f"the model's, lag ≤ {lag:g}", best_split(gpus, cfg.batch_size, lag))):
+    for name, split in rows:
         if split is None:
             lines.append(f"{name:<26}none: the least lag of any split is over it")
             continue
-        rate = split.r / flash_s
-        bound = "generation" if split.r_gen <= split.r_train else "training"
-        where = f"{split.generating} of {gpus}"
-        numbers = f"{split.sequences:>8}{where:>11}{rate:>12,.0f}{tokens / rate:>10.3g}{split.max_lag:>7}"
+        rate, h, where, bound = split.r / flash_s, "–", f"all {gpus}", "both, in turns"
+        if isinstance(split, Split):
+            h, where = split.sequences, f"{split.generating} of {gpus}"
+            bound = "generation" if split.r_gen <= split.r_train else "training"
+        numbers = f"{h:>8}{where:>11}{rate:>12,.0f}{tokens / rate:>10.3g}{split.max_lag:>7}"
         lines.append(f"{name:<26}{numbers}  {bound}")
-    if cfg.max_lag is not None and ours.max_lag > cfg.max_lag:
+    if cfg.schedule == "pipeline" and cfg.max_lag is not None and ours.max_lag > cfg.max_lag:
         lines.append(
             f"max_lag {cfg.max_lag} is under this split's g_max {ours.max_lag}: admission would hold actors back"
         )

@@ -110,5 +110,10 @@ def test_plan_prints_the_placement_the_memory_and_the_model_s_opinion_without_st
     (ours,) = [line for line in text.splitlines() if line.startswith("this split")]
     assert ours.split()[-2:] == ["6", "generation"]
     assert "the model's, lag ≤ 6" in text
+    turns = ("--schedule", "conventional", "--G", "8", "--trainers", "16", "--actors", "16")
+    done = plan_of("math", "--plan", "--nodes", "2", "--gpus-per-node", "8", *turns)
+    assert done.returncode == 0 and "16 train, 16 actors × tp 1, in turns on the same GPUs" in done.stdout, done.stderr
+    (ours,) = [line for line in done.stdout.splitlines() if line.startswith("this split")]
+    assert ours.split()[2:] == ["–", "all", "16", *ours.split()[5:7], "7", "both,", "in", "turns"]
     refused = plan_of("math", "--plan", "--nodes", "2", "--gpus-per-node", "8")
     assert refused.returncode == 2 and "80 trainers take all of the 2 × 8 = 16 ranks" in refused.stderr
