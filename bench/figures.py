@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-from bench.model import finish, pyplot  # noqa: E402
+from bench.model import Split, best_split, finish, pyplot  # noqa: E402
 from bench.report import read_lines  # noqa: E402
 from bench.simulate import Machine, Trace, simulate  # noqa: E402
 from config import Config, presets  # noqa: E402
@@ -47,15 +47,18 @@ class System:
 
     schedule: str
     g: int = 1
+    in_flight: int = 0  # 0: the preset's
 
     @property
     def name(self) -> str:
-        return "pipeline" if self.schedule == "pipeline" else f"{self.schedule} G={self.g}"
+        if self.schedule == "pipeline":
+            return f"pipeline H={self.in_flight}" if self.in_flight else "pipeline"
+        return f"{self.schedule} G={self.g}"
 
     def argv(self, cfg: Config) -> list[str]:
         """What makes it of a preset, on two cores."""
         if self.schedule == "pipeline":
-            return []
+            return ["--actor.sequences", str(self.in_flight)] if self.in_flight else []
         n = 2 if self.schedule == "conventional" else 1
         phase = cfg.batch_size * self.g
         argv = ["--schedule", self.schedule, "--G", str(self.g), "--max-lag", "None"]
@@ -189,23 +192,102 @@ def decode_seconds(table: dict[int, float], h: int) -> float:
 # ---------------------------------------------------------------- what the model expects
 
 
+def lengths_of(runs: list[Finished]) -> list[int]:
+    return [len(line["tokens"]) for run in runs for line in run.rollouts]
+
+
+def seconds_per_token(runs: list[Finished]) -> float:
+    """To train on a completion token, with the prompts and all else that training takes."""
+    steps = [line for run in runs for line in run.steps]
+    return sum(line["train_s"] for line in steps) / sum(line["tokens"] for line in steps)
+
+
 def predict(system: System, cfg: Config, table: dict[int, float], beside: float, of: Finished, args) -> Trace:
     """The run as bench/simulate.py sees it: its lengths, its time to train on a token, the machine's decode steps."""
     import tyro
 
     made = tyro.cli(Config, default=cfg, args=[*system.argv(cfg), "--steps", str(args.steps)])
-    lengths = [len(line["tokens"]) for line in of.rollouts]
-    rng = random.Random(0)
-    draw = (rng.choice(lengths) for _ in itertools.count())
-    per_token = sum(line["train_s"] for line in of.steps) / sum(line["tokens"] for line in of.steps)
+    per_token = seconds_per_token([of])
     publish = statistics.fmean(line["publish_s"] for line in of.steps)
     decode = functools.partial(decode_seconds, table)
     machine = Machine(made.actors, made.actor.sequences, decode, lambda n: n * per_token + publish, start=beside)
-    schedule = make_schedule(made, 0)
-    return simulate(
-        schedule, machine, draw, made.group_size, made.steps, functools.partial(publishes, made),
-        functools.partial(may_load_weights, made), drains(made),
-    )  # fmt: skip
+    return simulated(made, machine, lengths_of([of]))
+
+
+def simulated(cfg: Config, machine: Machine, lengths: list[int]) -> Trace:
+    rng = random.Random(0)
+    draw, out = (rng.choice(lengths) for _ in itertools.count()), functools.partial(publishes, cfg)
+    load = functools.partial(may_load_weights, cfg)
+    return simulate(make_schedule(cfg, 0), machine, draw, cfg.group_size, cfg.steps, out, load, drains(cfg))
+
+
+# ---------------------------------------------------------------- more accelerators than there are
+
+
+@dataclasses.dataclass(frozen=True)
+class Cores:
+    """What one core does, and the lengths of what it writes: all that the clock of N of them needs."""
+
+    decode: dict[int, float]  # batch -> seconds of a step
+    beside: float  # seconds a sequence
+    per_token: float  # seconds to train on a token
+    lengths: list[int]
+
+    def split(self, cfg: Config, n: int) -> Split | None:
+        """The best (H, I) of N by bench/model.py, with this core's U(h) and τ, at the preset's max_lag."""
+        mean = statistics.fmean(self.lengths)
+        step = {h: seconds + self.beside * h / mean for h, seconds in self.decode.items()}  # a share of its beginnings
+        best = max(h / seconds for h, seconds in step.items())  # tokens/s: the peak; a flash is 1 / best
+        table = ((0, 0.0), *((h, h / seconds / best) for h, seconds in step.items()))
+        return best_split(n, cfg.batch_size, cfg.max_lag, max(self.lengths) / mean, table, self.per_token * best)
+
+    def clock(self, system: System, cfg: Config, n: int, steps: int) -> np.ndarray:
+        """Seconds at the end of each step on N cores: no time for communication, training splits evenly, for both."""
+        if system.schedule == "pipeline":
+            split = self.split(cfg, n)
+            made = dataclasses.replace(cfg, steps=steps)
+            engines, sequences, trainers = split.generating, split.sequences, n - split.generating
+        else:
+            made = dataclasses.replace(cfg, steps=steps, schedule=system.schedule, phase_steps=system.g, max_lag=None)
+            engines, sequences, trainers = n, max(self.decode), n
+        machine = Machine(
+            engines,
+            sequences,
+            functools.partial(decode_seconds, self.decode),
+            lambda tokens: tokens * self.per_token / trainers,
+            start=self.beside,
+        )
+        return np.array(simulated(made, machine, self.lengths).step_ends)
+
+
+def virtual(runs: dict[System, list[Finished]], cores: Cores, cfg: Config, args) -> list[str]:
+    """The headline on N cores: the learning is that of the real runs, step for step, with as much in flight as N cores
+    would have; the clock is bench/simulate.py's."""
+    wide = next(iter(runs))
+    final = median(run.reward[-1] for run in runs[wide])
+    figure, axes = pyplot().subplots(1, len(args.n), figsize=(5 * len(args.n), 4.2), sharey=True)
+    lines = ["| virtual cores | pipeline: H, I | s to reward | conventional, s to reward; pipeline is faster by |"]
+    lines.append("|---|---|---|---|")
+    for ax, n in zip(np.atleast_1d(axes), args.n, strict=True):
+        times = {}
+        for system, color in colors(runs).items():
+            clock = cores.clock(system, cfg, n, args.steps)
+            rewards = np.median([run.reward for run in runs[system]], axis=0)
+            ax.plot(clock, rewards, color=color, label=system.name)
+            at = np.flatnonzero(rewards[SMOOTH - 1 :] >= args.target)
+            times[system] = clock[SMOOTH - 1 + at[0]] if len(at) else np.nan
+        ax.set(xlabel="virtual seconds", ylabel="reward", title=f"N = {n}")
+        split, cells = cores.split(cfg, n), []
+        for system in runs:
+            if system.schedule == "conventional":
+                good = median(run.reward[-1] for run in runs[system]) >= final - 0.03
+                ratio = (
+                    f"{times[system]:.1f}; {times[system] / times[wide]:.2f}" if np.isfinite(times[system]) else "never"
+                )
+                cells.append(f"G={system.g}: {ratio}" + ("" if good else " (ends lower)"))
+        lines.append(f"| {n} | {split.sequences}, {split.generating} | {times[wide]:.1f} | {'; '.join(cells)} |")
+    finish(figure, axes, args.out / f"{args.preset}_virtual.png")
+    return lines
 
 
 # ---------------------------------------------------------------- tables
@@ -332,6 +414,7 @@ def main() -> None:
         "--g", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="of conventional; async takes the second"
     )
     parser.add_argument("--target", type=float, default=0.75, help="reward whose time is compared")
+    parser.add_argument("--n", type=int, nargs="+", default=[8, 32, 128], help="virtual cores")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs/figures"))
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     parser.add_argument("--quick", action="store_true", help="one seed, few steps, G = 4: shows that all of it works")
@@ -355,6 +438,10 @@ def main() -> None:
     }
     args.out.mkdir(parents=True, exist_ok=True)
     prefix = args.out / args.preset
+    cores = Cores(table, beside, seconds_per_token(runs[systems[0]]), lengths_of(runs[systems[0]]))
+    wide = System("pipeline", in_flight=max(s.sequences * s.generating for s in (cores.split(cfg, n) for n in args.n)))
+    of_many = {wide: [run(wide, seed, cfg, args) for seed in range(args.seeds)]} | {s: runs[s] for s in systems[1:]}
+    many = virtual(of_many, cores, cfg, args)
     draw_learning(runs, prefix.with_name(f"{args.preset}_learning.png"))
     draw_lag(runs, prefix.with_name(f"{args.preset}_lag.png"))
     draw_batch(runs, table, prefix.with_name(f"{args.preset}_batch.png"))
@@ -365,7 +452,7 @@ def main() -> None:
     rates[0] = rates[0].replace("sequences", "sequences in a decode step")
     rates.append("| tokens/s | " + " | ".join(f"{b / seconds:.0f}" for b, seconds in table.items()) + " |")
     rates += ["", f"and {1000 * beside:.2f} ms for each sequence beside its steps (prefill, bookkeeping)"]
-    text = "\n".join([about, "", *table_of(runs, predicted, args.target), "", *rates, ""])
+    text = "\n".join([about, "", *table_of(runs, predicted, args.target), "", *many, "", *rates, ""])
     (args.out / f"{args.preset}.md").write_text(text)
     print(text)
 
