@@ -71,19 +71,19 @@ class World:
         self.engine.join_weight_channel(self.weights)
         self.weights.join(0, torch.device("cpu"))
 
-    def publish(self) -> None:
+    def publish(self, change: float = 0.05) -> None:
         """A next version in which every single weight differs a lot from the last one."""
         policy = copy.deepcopy(self.policies[-1])
         generator = torch.Generator().manual_seed(len(self.policies))
         with torch.no_grad():
             for parameter in policy.parameters():
-                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+                parameter += change * torch.randn(parameter.shape, generator=generator)
         self.policies.append(policy)
         named = dict(policy.named_parameters(remove_duplicate=False))
         self.weights.publish(len(self.policies) - 1, [(name, named[name].detach()) for name in self.layout])
 
-    def update(self) -> None:
-        self.publish()
+    def update(self, change: float = 0.05) -> None:
+        self.publish(change)
         self.stage()
         self.engine.load_weights()
 
@@ -232,6 +232,21 @@ def endings(world: World) -> dict:
     }
 
 
+def same_weights(world: World) -> dict:
+    """Greedy sequences, alone and across an update that changes nothing, with either fate of the KV cache."""
+    engine, found = world.engine, {}
+    for kv in ("alone", "keep", "recompute"):
+        requests = {engine.submit(prompt, 0.0): prompt for prompt in PROMPTS}
+        done = world.run(requests, steps=9)
+        if kv != "alone":
+            engine.kv = kv
+            world.update(change=0.0)
+        done |= world.run({request: prompt for request, prompt in requests.items() if request not in done})
+        found[kv] = [done[request].completion_ids.tolist() for request in requests]
+    engine.kv = "keep"
+    return found
+
+
 def saved(world: World, folder: Path) -> dict:
     """The weights of the engine, written while newer ones lie staged."""
     expected = dict(world.policies[-1].named_parameters(remove_duplicate=False))
@@ -273,6 +288,7 @@ def main(kind: str, folder: Path) -> dict:
         "prefix": prefix_cache(world),
         "skipping": skipping(world),
         "endings": endings(world),
+        "same weights": same_weights(world),
         "saved": saved(world, folder / "saved"),
         "incomplete": incomplete(world),
     }

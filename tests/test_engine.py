@@ -71,6 +71,12 @@ def test_new_request_never_sees_prefix_blocks_of_older_weights(result):
     assert all(error < 1e-4 for error in result["prefix"]["errors"].values()), result["prefix"]
 
 
+def test_update_that_changes_no_weight_changes_no_token_whatever_becomes_of_the_kv_cache(result):
+    found = result["same weights"]
+    assert found["alone"] == found["keep"] == found["recompute"]
+    assert [len(tokens) for tokens in found["alone"]] == [NEW_TOKENS] * 6
+
+
 def test_actor_that_falls_behind_loads_the_newest_version_only(result):
     assert result["skipping"]["loaded"] == 3
 

@@ -68,7 +68,9 @@ def test_table_has_every_system_with_what_was_expected_of_it_and_the_figures_are
         measured, predicted = float(re.match(r"\d+", cells[1]).group()), float(cells[2])
         assert measured > 0 and predicted > 0
         assert 0.4 < measured / predicted < 2.5, "a few steps on a busy machine: only that it is no nonsense"
-    for name in ("learning", "lag", "batch"):
+    (row,) = [line for line in text.splitlines() if line.startswith("| 32 |")]
+    assert re.search(r"\| \d+, \d+ \| [\d.]+|nan \| G=4: ", row), "virtual time, 32 cores"
+    for name in ("learning", "lag", "batch", "virtual"):
         assert (compared / "out" / f"tiny_{name}.png").stat().st_size > 10_000
 
 
