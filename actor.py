@@ -245,10 +245,10 @@ def main(cfg: Config, channels: Channels, start: Start, index: int, device: str)
     while not channels.stop.value:
         if time.monotonic() > actor.reported + REPORT_S:
             actor.report()
+        begin = time.monotonic()
         actor.update()
         actor.admit()
-        idle, begin = not actor.in_flight, time.monotonic()
-        if idle:
+        if idle := not actor.in_flight:
             time.sleep(0.002)
         actor.step()  # with nothing to decode, too: groups may wait to be sent
         if idle:

@@ -111,7 +111,8 @@ def check_split(cfg: Config, nodes: int, per_node: int) -> None:
     if tp > per_node:
         raise ConfigError(f"actor.tp {tp} is over the {per_node} ranks of a machine: an engine lives on one")
     first_rank = first_actor_rank(cfg)
-    wanted = f"{first_rank} trainers + {cfg.actors} actors × tp {tp} = {world_size(cfg)}"
+    trainers = f"{first_rank} trainers + " if first_rank else ""
+    wanted = f"{trainers}{cfg.actors} actors × tp {tp} = {world_size(cfg)}"
     if world_size(cfg) != total:
         fits = (total - first_rank) // tp
         fits = fits if fits and first_rank + fits * tp == total else 0

@@ -55,6 +55,12 @@ def verified(group: RolloutGroup) -> list[Rollout]:
     return [rollout for rollout in group.rollouts if not rollout.failure]
 
 
+def shown(group: RolloutGroup) -> Rollout:
+    """The sample that stands for its group on the screen and in files: any. The first has finished first, so it is
+    short."""
+    return group.rollouts[group.prompt.group_id % len(group.rollouts)]
+
+
 def length_penalty(cfg: Config, rollout: Rollout) -> float:
     """0 until `soft_limit_tokens` before the limit, then linear up to 1 at it (the paper's, arXiv 2509.19128)."""
     soft = cfg.reward.soft_limit_tokens
@@ -214,7 +220,7 @@ class Preprocessor:
         for group in groups:
             if group.prompt.temperature == 0 or not self.cfg.eval.greedy:
                 values = {"eval_version": result["eval_version"]} | self.about(group)
-                values["completion"] = self.tokenizer.decode(group.rollouts[0].completion_ids.tolist())
+                values["completion"] = self.tokenizer.decode(shown(group).completion_ids.tolist())
                 self.channels.reports.put(Report("eval_rollout", values))
         self.channels.reports.put(Report("eval", result))
 
@@ -249,14 +255,14 @@ class Preprocessor:
 
     @staticmethod
     def about(group: RolloutGroup) -> dict:
-        """A group's first sample, without its tokens."""
-        rollout, row = group.rollouts[0], group.prompt.row
+        """One sample of a group, without its tokens."""
+        rollout, row = shown(group), group.prompt.row
         values = {"prompt": prompt_text(row), "answer": row["answer"], "reward": rollout.reward}
         return values | {"failure": rollout.failure, "finish_reason": rollout.finish_reason}
 
     def report_rollout(self, step: int, group: RolloutGroup) -> None:
         """One sample of the step, for rollouts.jsonl and for the reader of the screen."""
-        rollout = group.rollouts[0]
+        rollout = shown(group)
         values = {"step": step + 1, "group_id": group.prompt.group_id} | self.about(group)
         values["tokens"] = [self.tokenizer.decode([token]) for token in rollout.completion_ids.tolist()]
         values["token_ids"] = rollout.completion_ids.tolist()

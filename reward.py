@@ -256,8 +256,10 @@ class Scorer:
         self.failures_shown, self.failed_in_a_row, self.reported = 0, 0, time.monotonic()
 
     def take(self, group: RolloutGroup) -> None:
-        """Its samples to the pool."""
+        """Its samples to the pool; but not of a group that is there already, from an actor that died since."""
         group_id = group.prompt.group_id
+        if group_id in self.groups:
+            return
         self.groups[group_id] = group, [None] * len(group.rollouts)
         for i, rollout in enumerate(group.rollouts):
             self.pool.submit((group_id, i), self.decode(rollout.completion_ids.tolist()), group.prompt.row)

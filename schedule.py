@@ -78,8 +78,8 @@ class Pipeline(Schedule):
 
 
 class Phases(Schedule):
-    """Phase p generates the groups of the steps p·G to p·G + G - 1, all by one version, the newest when it begins: at
-    least p·G (conventional: `ahead` = 0, lag at most G - 1) or (p - 1)·G (async: `ahead` = 1, lag at most 2·G - 1).
+    """Phase p generates the groups of the steps p·G to p·G + G - 1, each group by one version, at least the newest when
+    the phase begins: p·G (conventional: `ahead` = 0, lag at most G - 1) or (p - 1)·G (async: 1, at most 2·G - 1).
     When all have finished they are shuffled and their steps may be taken. Groups are shuffled whole, so that a step has
     all samples of its prompts. A run that resumes inside a phase does what is left of it, with the weights it has.
     """

@@ -276,7 +276,7 @@ def init_process_group(cfg: Config, rank: int, device: torch.device, link=None) 
     )
 
 
-def next_batch(cfg: Config, channels: Channels, rank: int, device: torch.device) -> StepBatch | None:
+def next_batch(cfg: Config, channels: Channels, rank: int) -> StepBatch | None:
     """This rank's part of the next step, or None when the run is to stop: all ranks get the same answer.
 
     Rank 0 decides. Its part is put last, so when it is there the others' parts are too.
@@ -286,7 +286,7 @@ def next_batch(cfg: Config, channels: Channels, rank: int, device: torch.device)
         with contextlib.suppress(Stopped):
             batch = channels.batches[0].get()
     if dist.is_initialized():
-        go_on = torch.tensor([batch is not None], dtype=torch.int32, device=device)
+        go_on = torch.tensor([batch is not None], dtype=torch.int32)  # by gloo: nccl would spin on a GPU that decodes
         dist.broadcast(go_on, src=0)
         if rank and go_on.item():
             batch = channels.batches[rank].get(timeout_s=cfg.timeout_s)
@@ -312,7 +312,7 @@ def main(cfg: Config, channels: Channels, start: Start, rank: int, device_name: 
 
     for step in range(start.step, cfg.steps):
         began = time.monotonic()
-        following = next_batch(cfg, channels, rank, device)
+        following = next_batch(cfg, channels, rank)
         if following is None:
             break
         batch, waited = following, time.monotonic()

@@ -78,7 +78,7 @@ class Finished:
 
     @property
     def up_s(self) -> float:
-        """When the last engine was up."""
+        """When the last engine was up. One that was up before it has begun, which is to the good of conventional."""
         return max(min(a["time_s"] for a in self.actors if a["actor"] == i) for i in {a["actor"] for a in self.actors})
 
     @functools.cached_property
@@ -99,11 +99,13 @@ class Finished:
 
     @property
     def hand_over_s(self) -> float:
-        """Conventional: what is left of the time after generating (the engine that takes longest) and training."""
+        """Conventional: what is left of the time after generating (of the engine that has most to do in all) and
+        training. So it has in it what the engines wait for each other."""
         last_s, busy = self.steps[-1]["time_s"], {}
         for line in self.actors:
             if self.up_s < line["time_s"] <= last_s:
-                busy[line["actor"]] = busy.get(line["actor"], 0.0) + line["running_s"] - line.get("idle_s", 0.0)
+                seconds = line["running_s"] - line.get("idle_s", 0.0) if line.get("decode_steps") else 0.0
+                busy[line["actor"]] = busy.get(line["actor"], 0.0) + seconds
         trained = sum(line["train_s"] + line["publish_s"] for line in self.steps)
         return max(0.0, float(self.time_s[-1]) - trained - max(busy.values()))
 
@@ -146,7 +148,7 @@ def measure_decode(cfg: Config, batches: tuple[int, ...], core: int, results) ->
 
     wide = dataclasses.replace(cfg, actor=dataclasses.replace(cfg.actor, sequences=max(batches)))
     engine, seconds, beside = Engine(wide, seed=0, device="cpu"), {}, []
-    engine.sampling = functools.partial(engine.sampling, ignore_eos=True)
+    engine.sampling = functools.partial(engine.sampling, ignore_eos=True, stop_token_ids=[])
     rng = random.Random(0)
     for batch in batches:
         times, begin = [], time.monotonic()
@@ -168,7 +170,7 @@ def measure_decode(cfg: Config, batches: tuple[int, ...], core: int, results) ->
 def decode_table(cfg: Config, args) -> dict[int, float]:
     """Batch -> seconds of a decode step, and 0 -> what a sequence takes beside its steps, while the other core decodes
     too. Kept beside the runs."""
-    path = args.runs_dir / f"{args.preset}-decode.json"
+    path = args.runs_dir / f"{args.preset}-decode-{len(args.batches)}.json"
     if not path.exists():
         context = multiprocessing.get_context("spawn")
         results = context.Queue()
@@ -242,13 +244,14 @@ class Cores:
         return best_split(n, cfg.batch_size, cfg.max_lag, max(self.lengths) / mean, table, self.per_token * best)
 
     def clock(self, system: System, cfg: Config, n: int, steps: int) -> np.ndarray:
-        """Seconds at the end of each step on N cores: no time for communication, training splits evenly, for both."""
+        """Seconds at the end of each step on N cores. For both: communication takes no time, training splits evenly,
+        samples are spread over the engines one by one (a group of 8 on one engine would leave most of 128 idle)."""
+        cfg = dataclasses.replace(cfg, group_size=1, steps=steps)
         if system.schedule == "pipeline":
-            split = self.split(cfg, n)
-            made = dataclasses.replace(cfg, steps=steps)
+            split, made = self.split(cfg, n), cfg
             engines, sequences, trainers = split.generating, split.sequences, n - split.generating
         else:
-            made = dataclasses.replace(cfg, steps=steps, schedule=system.schedule, phase_steps=system.g, max_lag=None)
+            made = dataclasses.replace(cfg, schedule="conventional", phase_steps=system.g, max_lag=None)
             engines, sequences, trainers = n, max(self.decode), n
         machine = Machine(
             engines,
@@ -440,7 +443,7 @@ def main() -> None:
     prefix = args.out / args.preset
     cores = Cores(table, beside, seconds_per_token(runs[systems[0]]), lengths_of(runs[systems[0]]))
     wide = System("pipeline", in_flight=max(s.sequences * s.generating for s in (cores.split(cfg, n) for n in args.n)))
-    of_many = {wide: [run(wide, seed, cfg, args) for seed in range(args.seeds)]} | {s: runs[s] for s in systems[1:]}
+    of_many = {wide: [run(wide, seed, cfg, args) for seed in range(args.seeds)]} | {s: runs[s] for s in systems[2:]}
     many = virtual(of_many, cores, cfg, args)
     draw_learning(runs, prefix.with_name(f"{args.preset}_learning.png"))
     draw_lag(runs, prefix.with_name(f"{args.preset}_lag.png"))

@@ -5,8 +5,8 @@
 First a run of the preset that keeps a checkpoint of every version. Then, at three stages v of its training and for
 lags g up to g-max, an engine samples the same prompts
     conventional   by version v alone
-    kept           in flight: from v on to v + g, a version every L/g-max tokens (the first after two of those), with
-                   the KV cache that older versions have left
+    kept           in flight: from v on towards v + g, a version every L/g-max tokens (the first after two of those, so
+                   that the last two hardly sample), with the KV cache that older versions have left
     recomputed     the same, with the cache of running sequences computed again at every update
 and π of version v + g gives the KL divergence of what was sampled from the policy that would train on it, as the paper
 does in its figure 7 (arXiv 2509.19128, section 4). L is the longest completion. Per token, with d = log π - log μ, the

@@ -65,6 +65,12 @@ class _Engine:
             self.progress += max(0.0, now - self.at) / self.pace
         self.at = max(self.at, now)
 
+    def complete_step(self) -> None:
+        """Make the decode step that has begun to its end: weights and sequences come in between two."""
+        whole = float(np.ceil(self.progress - 1e-9))
+        self.at += max(0.0, whole - self.progress) * self.pace
+        self.progress = whole
+
     def versions(self, begin: int, end: int) -> np.ndarray:
         """Of the tokens that decode steps begin + 1 .. end made."""
         steps = np.arange(begin, end)
@@ -108,7 +114,7 @@ def simulate(
         for _ in range(2):  # again once the drained engine has loaded
             wanted = engine.waiting[0][1] if engine.waiting else 0
             if newest > engine.version and may_load(len(engine.running), engine.version, wanted):
-                engine.progress = np.ceil(engine.progress - 1e-9)  # between decode steps
+                engine.complete_step()
                 engine.loads.append((int(engine.progress), newest))
                 engine.at += machine.stall
             hold = drains and newest > engine.version
@@ -117,8 +123,8 @@ def simulate(
                 if oldest > engine.version:
                     break
                 engine.waiting.popleft()
-                engine.at += machine.start
-                engine.progress, sequence = float(np.ceil(engine.progress - 1e-9)), next(ids)
+                engine.complete_step()
+                engine.at, sequence = engine.at + machine.start, next(ids)
                 began[sequence] = int(engine.progress)
                 heapq.heappush(engine.running, (int(engine.progress) + next(lengths), sequence, group))
         if len(engine.running) != before:
