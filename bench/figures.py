@@ -312,11 +312,12 @@ def table_of(runs: dict[System, list[Finished]], predicted: dict[System, float],
     """A line a system; ratios are of medians, pipeline over the system in question."""
     ours = next(iter(runs.values()))
     lines = [
-        f"| | tokens/s | predicted | ÷ predicted | s to reward {target:.2f} | pipeline is faster by | less hand-over | "
-        "hand-over, % | final reward | lag mean / max | ESS mean / min |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        f"| | tokens/s | predicted | ÷ predicted | pipeline makes × as many (predicted) | s to reward {target:.2f} | "
+        "pipeline is faster by | less hand-over | hand-over, % | final reward | lag mean / max | ESS mean / min |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    base = median(run.first(target) for run in ours)
+    base, most = median(run.first(target) for run in ours), median(run.tokens_per_s for run in ours)
+    expected = next(iter(predicted.values()))
     for system, found in runs.items():
         rate = median(run.tokens_per_s for run in found)
         times = [run.first(target) for run in found]
@@ -328,6 +329,7 @@ def table_of(runs: dict[System, list[Finished]], predicted: dict[System, float],
             spread([run.tokens_per_s for run in found]),
             f"{predicted[system]:.0f}",
             f"{rate / predicted[system]:.2f}",
+            f"{most / rate:.2f} ({expected / predicted[system]:.2f})",
             spread(times),
             f"{median(times) / base:.2f}",
             f"{median(efficient) / base:.2f}",

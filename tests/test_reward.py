@@ -232,6 +232,19 @@ def test_group_comes_back_whole_in_order_with_nothing_else_changed(tmp_path):
     assert "verifier mine.py:by_order: crash" in note and "row: {'answer': '12'}" in note
 
 
+def test_group_that_comes_again_while_it_is_scored_is_scored_once(tmp_path):
+    """Its actor had died after sending it, so it was issued again: the two copies have other completions."""
+    scorer = make_scorer(tmp_path, ["wait", ""], workers=6)  # all three are taken at once
+    for _ in range(2):
+        scorer.channels.completions.put(RolloutGroup(example(Prompt), [example(Rollout)] * 2))
+    begin, groups = time.monotonic(), []
+    while time.monotonic() < begin + 2 or not groups:
+        scorer.step()
+        groups += filter(None, [scorer.channels.rollouts.get(timeout_s=0)])
+    scorer.pool.close()
+    assert [[rollout.reward for rollout in group.rollouts] for group in groups] == [[1.0, 1.0]]
+
+
 def test_verifier_that_raises_ends_the_run_naming_itself_and_the_row(tmp_path):
     with pytest.raises(RuntimeError, match="(?s)ZeroDivisionError.*verifier mine.py:by_order: error.*row: {'answer'"):
         run(make_scorer(tmp_path, ["", "raise"]))
