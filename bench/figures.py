@@ -4,7 +4,7 @@
 
 Pipeline and async take one core for generation and one for training; conventional takes both for each in turn (two
 engines, two trainer ranks). All see the same prompts, model, optimizer and number of steps. Runs go to --runs-dir and
-are kept: a second call only draws. Tables and PNGs go to --out. Time counts from when every engine is up.
+are kept: a second call only draws. Tables and PNGs go to --out. Time counts from when every engine decodes.
 
 The prediction beside each throughput is bench/simulate.py's, from two measurements alone: the time of a decode step
 against its batch, and the time to train on a token; both made here, with the other core kept busy as in a run.
@@ -55,6 +55,10 @@ class System:
             return f"pipeline H={self.in_flight}" if self.in_flight else "pipeline"
         return f"{self.schedule} G={self.g}"
 
+    def begin(self, steps: int) -> int:
+        """Steps that throughput leaves out, for all are slow at first: whole phases, and not all of them."""
+        return min(-(-10 // self.g) * self.g, (steps - 1) // self.g * self.g)
+
     def argv(self, cfg: Config) -> list[str]:
         """What makes it of a preset, on two cores."""
         if self.schedule == "pipeline":
@@ -78,8 +82,12 @@ class Finished:
 
     @property
     def up_s(self) -> float:
-        """When the last engine was up. One that was up before it has begun, which is to the good of conventional."""
-        return max(min(a["time_s"] for a in self.actors if a["actor"] == i) for i in {a["actor"] for a in self.actors})
+        """When the last engine began to decode, to half a second. One that began before has a head start."""
+        first: dict[int, float] = {}
+        for line in self.actors:
+            if line.get("decode_steps"):
+                first.setdefault(line["actor"], line["time_s"] - line["running_s"])
+        return max(first.values())
 
     @functools.cached_property
     def time_s(self) -> np.ndarray:
@@ -110,12 +118,10 @@ class Finished:
         return max(0.0, float(self.time_s[-1]) - trained - max(busy.values()))
 
     @property
-    def samples_per_s(self) -> float:
-        return sum(line["samples"] for line in self.steps) / float(self.time_s[-1])
-
-    @property
     def tokens_per_s(self) -> float:
-        return sum(line["tokens"] for line in self.steps) / float(self.time_s[-1])
+        skip = self.system.begin(len(self.steps))
+        begin_s = self.time_s[skip - 1] if skip else 0.0
+        return sum(line["tokens"] for line in self.steps[skip:]) / float(self.time_s[-1] - begin_s)
 
     def mean(self, key: str) -> float:
         return statistics.fmean(line[key] for line in self.steps if line[key] is not None)
@@ -428,7 +434,7 @@ def main() -> None:
         args.seeds, args.steps, args.g, args.target = 1, 16, [4], 0.45
     args.batches = BATCHES[::5] if args.quick else BATCHES
     args.runs_dir = args.runs_dir.resolve()
-    start, cfg = time.monotonic(), presets()[args.preset]()
+    cfg = presets()[args.preset]()
     systems = [System("pipeline"), System("async", args.g[min(1, len(args.g) - 1)])]
     systems += [System("conventional", g) for g in args.g]
     table = decode_table(cfg, args)
@@ -438,7 +444,9 @@ def main() -> None:
         for system in systems:
             runs[system].append(run(system, seed, cfg, args))
     predicted = {
-        system: median(predict(system, cfg, table, beside, of, args).tokens_per_time() for of in found)
+        system: median(
+            predict(system, cfg, table, beside, of, args).tokens_per_time(system.begin(args.steps)) for of in found
+        )
         for system, found in runs.items()
     }
     args.out.mkdir(parents=True, exist_ok=True)
@@ -452,7 +460,8 @@ def main() -> None:
     draw_batch(runs, table, prefix.with_name(f"{args.preset}_batch.png"))
     about = f"`python bench/figures.py {' '.join(sys.argv[1:])}`: preset {args.preset}, {args.steps} steps, "
     about += f"{args.seeds} seeds, {platform.machine()}, {len(os.sched_getaffinity(0))} cores, "
-    about += f"{(time.monotonic() - start) / 60:.0f} minutes; median (lowest – highest)"
+    seconds = sum(run.steps[-1]["time_s"] for found in [*runs.values(), of_many[wide]] for run in found)
+    about += f"{seconds / 60:.0f} minutes of runs; median (lowest – highest)"
     rates = ["| sequences | " + " | ".join(map(str, table)) + " |", "|---|" + "---|" * len(table)]
     rates[0] = rates[0].replace("sequences", "sequences in a decode step")
     rates.append("| tokens/s | " + " | ".join(f"{b / seconds:.0f}" for b, seconds in table.items()) + " |")
