@@ -206,7 +206,8 @@ def colors_of(rollout: dict) -> dict[int, str]:
     from matplotlib.colors import to_hex
 
     known = sorted(set(rollout["versions"]))
-    shades = pyplot().cm.viridis([0.25 + 0.7 * i / max(1, len(known) - 1) for i in range(len(known))])
+    shades = pyplot().cm.viridis([0.2 + 0.75 * i / max(1, len(known) - 1) for i in range(len(known))])
+    shades = 0.55 * shades + 0.45  # paler: black text is to be read on all of them
     return {version: to_hex(shade) for version, shade in zip(known, shades, strict=True)}
 
 
