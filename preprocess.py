@@ -296,6 +296,8 @@ def main(cfg: Config, channels: Channels, start: Start, _: int, device_name: str
     preprocessor = Preprocessor(cfg, channels, start, tokenizer, reference(cfg, torch.device(device_name)))
     while channels.weights.version < start.step and not channels.stop.value:
         time.sleep(0.01)  # the trainer publishes the checkpoint's weights first
+    while cfg.schedule != "pipeline" and ActorState.STARTING in list(channels.actors) and not channels.stop.value:
+        time.sleep(0.01)  # a phase is for all engines
     while not preprocessor.done and not channels.stop.value:
         for actor in (i for i, state in enumerate(channels.actors) if state == ActorState.DEAD):
             preprocessor.take_back(actor)
