@@ -424,7 +424,7 @@ def main() -> None:
     parser.add_argument(
         "--g", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="of conventional; async takes the second"
     )
-    parser.add_argument("--target", type=float, default=0.75, help="reward whose time is compared")
+    parser.add_argument("--target", type=float, default=0.7, help="reward whose time is compared")
     parser.add_argument("--n", type=int, nargs="+", default=[8, 32, 128], help="virtual cores")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs/figures"))
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
