@@ -25,9 +25,8 @@ def check(cfg: Config) -> None:
 def _wrong_values(cfg: Config) -> Iterator[str]:
     counts = "actors batch_size group_size reward.workers actor.sequences actor.max_prompt_tokens "
     counts += "actor.max_completion_tokens preprocess.max_tokens_per_microbatch preprocess.ready_batches eval.prompts "
-    counts += "actor.kv_cache_gib actor.tp keep_checkpoints phase_steps" + (
-        " steps trainers" if cfg.steps or cfg.trainers else ""
-    )
+    counts += "actor.kv_cache_gib actor.tp keep_checkpoints phase_steps"
+    counts += " steps trainers" if cfg.steps or cfg.trainers else ""
     positive = "actor.gpu_memory_utilization train.lr train.clamp train.max_grad_norm reward.timeout_s "
     positive += "reward.memory_gib"
     others = "seed max_lag eval.every show_every train.warmup_steps train.kl_coef train.weight_decay checkpoint_every "

@@ -87,7 +87,6 @@ class Phases(Schedule):
     def __init__(self, groups_per_batch: int, steps: int, g: int, ahead: int, seed: int, next_step: int = 0):
         super().__init__(groups_per_batch, next_step)
         self.steps, self.g, self.ahead, self.seed = steps, g, ahead, seed
-        self.first_version = next_step  # the oldest there is
         self.begins = next_step  # step at which the phase that is generated begins
         self.version: int | None = None  # that generates it
         self.ready = 0  # groups that are shuffled
@@ -97,9 +96,9 @@ class Phases(Schedule):
         return min(self.steps, (self.begins // self.g + 1) * self.g)
 
     def may_start(self, version: int) -> bool:
-        needed = (self.begins // self.g - self.ahead) * self.g
+        needed = (self.begins // self.g - self.ahead) * self.g  # of a run that resumed, all versions are newer at first
         room = len(self.outstanding) - self.ready < self.n * (self.ends - self.begins)
-        return room and version >= max(needed, self.first_version if self.ahead else self.begins)
+        return room and version >= needed
 
     def oldest(self, version: int) -> int:
         return version if self.version is None else self.version

@@ -6,8 +6,9 @@ Pipeline and async take one core for generation and one for training; convention
 engines, two trainer ranks). All see the same prompts, model, optimizer and number of steps. Runs go to --runs-dir and
 are kept: a second call only draws. Tables and PNGs go to --out. Time counts from when every engine decodes.
 
-The prediction beside each throughput is bench/simulate.py's, from two measurements alone: the time of a decode step
-against its batch, and the time to train on a token; both made here, with the other core kept busy as in a run.
+The prediction beside each throughput is bench/simulate.py's, from three measurements: the time of a decode step against
+its batch and what a sequence takes beside, made here while the other core decodes too; and the run's own time to train
+on a token.
 """
 
 import argparse
@@ -32,7 +33,7 @@ import numpy as np  # noqa: E402
 
 from bench.model import Split, best_split, finish, pyplot  # noqa: E402
 from bench.report import read_lines  # noqa: E402
-from bench.simulate import Machine, Trace, simulate  # noqa: E402
+from bench.simulate import Machine, Simulation, Trace  # noqa: E402
 from config import Config, presets  # noqa: E402
 from placement import Place  # noqa: E402
 from schedule import drains, make_schedule, may_load_weights, publishes  # noqa: E402
@@ -226,7 +227,7 @@ def simulated(cfg: Config, machine: Machine, lengths: list[int]) -> Trace:
     rng = random.Random(0)
     draw, out = (rng.choice(lengths) for _ in itertools.count()), functools.partial(publishes, cfg)
     load = functools.partial(may_load_weights, cfg)
-    return simulate(make_schedule(cfg, 0), machine, draw, cfg.group_size, cfg.steps, out, load, drains(cfg))
+    return Simulation(make_schedule(cfg, 0), machine, draw, cfg.group_size, cfg.steps, out, load, drains(cfg)).run()
 
 
 # ---------------------------------------------------------------- more accelerators than there are
@@ -450,20 +451,18 @@ def main() -> None:
         for system, found in runs.items()
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    prefix = args.out / args.preset
     cores = Cores(table, beside, seconds_per_token(runs[systems[0]]), lengths_of(runs[systems[0]]))
     wide = System("pipeline", in_flight=max(s.sequences * s.generating for s in (cores.split(cfg, n) for n in args.n)))
     of_many = {wide: [run(wide, seed, cfg, args) for seed in range(args.seeds)]} | {s: runs[s] for s in systems[2:]}
     many = virtual(of_many, cores, cfg, args)
-    draw_learning(runs, prefix.with_name(f"{args.preset}_learning.png"))
-    draw_lag(runs, prefix.with_name(f"{args.preset}_lag.png"))
-    draw_batch(runs, table, prefix.with_name(f"{args.preset}_batch.png"))
+    draw_learning(runs, args.out / f"{args.preset}_learning.png")
+    draw_lag(runs, args.out / f"{args.preset}_lag.png")
+    draw_batch(runs, table, args.out / f"{args.preset}_batch.png")
     about = f"`python bench/figures.py {' '.join(sys.argv[1:])}`: preset {args.preset}, {args.steps} steps, "
     about += f"{args.seeds} seeds, {platform.machine()}, {len(os.sched_getaffinity(0))} cores, "
     seconds = sum(run.steps[-1]["time_s"] for found in [*runs.values(), of_many[wide]] for run in found)
     about += f"{seconds / 60:.0f} minutes of runs; median (lowest – highest)"
-    rates = ["| sequences | " + " | ".join(map(str, table)) + " |", "|---|" + "---|" * len(table)]
-    rates[0] = rates[0].replace("sequences", "sequences in a decode step")
+    rates = ["| sequences in a decode step | " + " | ".join(map(str, table)) + " |", "|---|" + "---|" * len(table)]
     rates.append("| tokens/s | " + " | ".join(f"{b / seconds:.0f}" for b, seconds in table.items()) + " |")
     rates += ["", f"and {1000 * beside:.2f} ms for each sequence beside its steps (prefill, bookkeeping)"]
     text = "\n".join([about, "", *table_of(runs, predicted, args.target), "", *many, "", *rates, ""])

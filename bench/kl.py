@@ -95,8 +95,6 @@ class Sampler:
     versions: Versions
 
     def __post_init__(self):
-        import torch
-
         from actor import Engine
         from model_files import model_layout
         from weights import SharedMemoryWeights
@@ -105,7 +103,6 @@ class Sampler:
         self.weights, self.published = SharedMemoryWeights(self.layout, "float32"), 0
         self.engine = Engine(self.cfg, seed=0, device="cpu")
         self.engine.join_weight_channel(self.weights)
-        self.torch = torch
 
     def use(self, version: int) -> None:
         """The weights of a version, in the middle of whatever the engine is doing."""

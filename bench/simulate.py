@@ -39,7 +39,6 @@ class Trace:
     step_tokens: list[int] = field(default_factory=list)
     lags: list[np.ndarray] = field(default_factory=list)  # a step: of all its tokens
     running: list[tuple[float, int, int]] = field(default_factory=list)
-    train_busy: float = 0.0
 
     def tokens_per_time(self, skip: int = 0) -> float:
         """Trained tokens, from the end of step `skip` (0: from the start)."""
@@ -78,133 +77,139 @@ class _Engine:
         return np.array([version for _, version in self.loads])[at]
 
 
-def simulate(
-    schedule: Schedule,
-    machine: Machine,
-    lengths: Iterator[int],
-    group_size: int,
-    steps: int,
-    publishes: Callable[[int], bool],
-    may_load: Callable[[int, int, int], bool],
-    drains: bool = False,
-) -> Trace:
-    """Run `schedule` to the end of its steps. `lengths`: of one sequence after the other; `may_load`(sequences in
+class Simulation:
+    """A run of `schedule` to the end of its steps. `lengths`: of one sequence after the other; `may_load`(sequences in
     flight, version, version that the next sequence asks for)."""
-    trace, engines = Trace(), [_Engine(machine) for _ in range(machine.engines)]
-    events: list[tuple[float, int, str, tuple]] = []
-    number, ids = itertools.count(), itertools.count()
-    left: dict[int, int] = {}  # group -> sequences not finished
-    versions: dict[int, list[np.ndarray]] = {}  # group -> of its tokens
-    began: dict[int, int] = {}  # sequence -> the engine's progress
-    finished: set[int] = set()
-    load = [0] * len(engines)  # groups issued and not back
-    owner: dict[int, int] = {}
-    batches: deque[list[int]] = deque()
-    newest, trained, training = 0, 0, False
-    groups_left = steps * schedule.n
 
-    def at(time: float, kind: str, *what) -> None:
-        heapq.heappush(events, (time, next(number), kind, what))
+    def __init__(
+        self,
+        schedule: Schedule,
+        machine: Machine,
+        lengths: Iterator[int],
+        group_size: int,
+        steps: int,
+        publishes: Callable[[int], bool],
+        may_load: Callable[[int, int, int], bool],
+        drains: bool = False,
+    ):
+        self.schedule, self.machine, self.lengths, self.group_size = schedule, machine, lengths, group_size
+        self.steps, self.publishes, self.may_load, self.drains = steps, publishes, may_load, drains
+        self.trace, self.engines = Trace(), [_Engine(machine) for _ in range(machine.engines)]
+        self.events: list[tuple[float, int, Callable, tuple]] = []  # heap of (time, number, what happens, to what)
+        self.numbers, self.ids = itertools.count(), itertools.count()
+        self.left: dict[int, int] = {}  # group -> sequences not finished
+        self.versions: dict[int, list[np.ndarray]] = {}  # group -> of its tokens
+        self.began: dict[int, int] = {}  # sequence -> the engine's progress
+        self.owner: dict[int, int] = {}  # group -> engine, of those issued and not back
+        self.load = [0] * len(self.engines)  # how many those are
+        self.finished: set[int] = set()
+        self.batches: deque[list[int]] = deque()
+        self.newest, self.trained, self.training = 0, 0, False
+        self.groups_left = steps * schedule.n
 
-    def refill(index: int, now: float) -> None:
+    def run(self) -> Trace:
+        self.issue(0.0)
+        while self.trained < self.steps:
+            if not self.events:
+                raise RuntimeError(f"the schedule stands still after step {self.trained}")
+            now, _, happen, what = heapq.heappop(self.events)
+            happen(now, *what)
+        return self.trace
+
+    def at(self, time: float, happen: Callable, *what) -> None:
+        heapq.heappush(self.events, (time, next(self.numbers), happen, what))
+
+    def issue(self, now: float) -> None:
+        """Groups start while the schedule allows and an engine has room for one to wait: at the one with the fewest,
+        each of which holds `queued` beyond what is in flight."""
+        touched, most = set(), self.machine.queued * self.group_size
+        while self.groups_left and self.schedule.may_start(self.newest):
+            room = [i for i, engine in enumerate(self.engines) if len(engine.waiting) < most]
+            if not room:
+                break
+            index, group = min(room, key=lambda i: self.load[i]), next(self.ids)
+            self.engines[index].waiting.extend([(group, self.schedule.oldest(self.newest))] * self.group_size)
+            self.schedule.start(group, self.newest)
+            self.left[group], self.versions[group], self.owner[group] = self.group_size, [], index
+            self.load[index] += 1
+            self.groups_left -= 1
+            touched.add(index)
+            if len(self.engines[index].waiting) >= most:
+                self.refill(index, now)
+        for index in touched:
+            self.refill(index, now)
+
+    def refill(self, index: int, now: float) -> None:
         """Load weights that may come in, start what waits, and say when the next sequence ends."""
-        engine = engines[index]
+        engine = self.engines[index]
         engine.advance(now)
         before = len(engine.running)
         for _ in range(2):  # again once the drained engine has loaded
             wanted = engine.waiting[0][1] if engine.waiting else 0
-            if newest > engine.version and may_load(len(engine.running), engine.version, wanted):
+            if self.newest > engine.version and self.may_load(len(engine.running), engine.version, wanted):
                 engine.complete_step()
-                engine.loads.append((int(engine.progress), newest))
-                engine.at += machine.stall
-            hold = drains and newest > engine.version
-            while engine.waiting and len(engine.running) < machine.sequences and not hold:
+                engine.loads.append((int(engine.progress), self.newest))
+                engine.at += self.machine.stall
+            hold = self.drains and self.newest > engine.version
+            while engine.waiting and len(engine.running) < self.machine.sequences and not hold:
                 group, oldest = engine.waiting[0]
                 if oldest > engine.version:
                     break
                 engine.waiting.popleft()
                 engine.complete_step()
-                engine.at, sequence = engine.at + machine.start, next(ids)
-                began[sequence] = int(engine.progress)
-                heapq.heappush(engine.running, (int(engine.progress) + next(lengths), sequence, group))
+                engine.at, sequence = engine.at + self.machine.start, next(self.ids)
+                self.began[sequence] = int(engine.progress)
+                heapq.heappush(engine.running, (int(engine.progress) + next(self.lengths), sequence, group))
         if len(engine.running) != before:
-            trace.running.append((now, index, len(engine.running)))
+            self.trace.running.append((now, index, len(engine.running)))
         engine.events += 1
         if engine.running:
-            engine.pace = machine.decode(len(engine.running))
+            engine.pace = self.machine.decode(len(engine.running))
             end = engine.at + (engine.running[0][0] - engine.progress) * engine.pace
-            at(end, "sequence", index, engine.events)
+            self.at(end, self.sequence_ends, index, engine.events)
 
-    def issue(now: float) -> None:
-        """Groups start while the schedule allows and an engine has room for one to wait."""
-        nonlocal groups_left
-        touched = set()
-        while groups_left and schedule.may_start(newest):
-            # A group is issued to the engine with the fewest; each holds `queued` beyond what is in flight.
-            room = [i for i, e in enumerate(engines) if len(e.waiting) < machine.queued * group_size]
-            if not room:
-                break
-            index, group = min(room, key=lambda i: load[i]), next(ids)
-            engines[index].waiting.extend([(group, schedule.oldest(newest))] * group_size)
-            schedule.start(group, newest)
-            left[group], versions[group], owner[group] = group_size, [], index
-            load[index] += 1
-            groups_left -= 1
-            touched.add(index)
-            if len(engines[index].waiting) >= machine.queued * group_size:
-                refill(index, now)
-        for index in touched:
-            refill(index, now)
+    def sequence_ends(self, now: float, index: int, event: int) -> None:
+        engine = self.engines[index]
+        if event != engine.events:
+            return
+        engine.advance(now)
+        engine.progress = float(engine.running[0][0])
+        while engine.running and engine.running[0][0] <= engine.progress:
+            end, sequence, group = heapq.heappop(engine.running)
+            self.versions[group].append(engine.versions(self.began.pop(sequence), end))
+            self.left[group] -= 1
+            if not self.left[group]:
+                self.at(now + self.machine.score, self.group_is_scored, group)
+        self.trace.running.append((now, index, len(engine.running)))
+        self.refill(index, now)
 
-    def train(now: float) -> None:
-        nonlocal training
-        if not training and batches:
-            training, groups = True, batches.popleft()
-            tokens = [array for group in groups for array in versions.pop(group)]
-            trace.lags.append(trained - np.concatenate(tokens))
-            trace.step_tokens.append(len(trace.lags[-1]))
-            seconds = machine.train(trace.step_tokens[-1])
-            trace.train_busy += seconds
-            at(now + seconds, "step")
+    def group_is_scored(self, now: float, group: int) -> None:
+        self.load[self.owner.pop(group)] -= 1
+        self.finished.add(group)
+        while (batch := self.schedule.next_batch(self.finished)) is not None:
+            self.finished.difference_update(batch)
+            self.batches.append(batch)
+        self.issue(now)
+        self.train(now)
 
-    issue(0.0)
-    while trained < steps:
-        if not events:
-            raise RuntimeError(f"the schedule stands still after step {trained}")
-        now, _, kind, what = heapq.heappop(events)
-        if kind == "sequence":
-            index, event = what
-            engine = engines[index]
-            if event != engine.events:
-                continue
-            engine.advance(now)
-            engine.progress = float(engine.running[0][0])
-            while engine.running and engine.running[0][0] <= engine.progress:
-                end, sequence, group = heapq.heappop(engine.running)
-                versions[group].append(engine.versions(began.pop(sequence), end))
-                left[group] -= 1
-                if not left[group]:
-                    at(now + machine.score, "group", group)
-            trace.running.append((now, index, len(engine.running)))
-            refill(index, now)
-        elif kind == "group":
-            (group,) = what
-            load[owner.pop(group)] -= 1
-            finished.add(group)
-            while (batch := schedule.next_batch(finished)) is not None:
-                finished.difference_update(batch)
-                batches.append(batch)
-            issue(now)
-            train(now)
-        elif kind == "step":
-            trained, training = trained + 1, False
-            trace.step_ends.append(now)
-            if publishes(trained):
-                at(now + machine.publish, "weights", trained)
-            train(now)
-        else:
-            (newest,) = what
-            for index in range(len(engines)):
-                refill(index, now)
-            issue(now)
-    return trace
+    def train(self, now: float) -> None:
+        """Begin a step, if there is a batch and none is in training."""
+        if not self.training and self.batches:
+            self.training = True
+            tokens = [array for group in self.batches.popleft() for array in self.versions.pop(group)]
+            self.trace.lags.append(self.trained - np.concatenate(tokens))
+            self.trace.step_tokens.append(len(self.trace.lags[-1]))
+            self.at(now + self.machine.train(self.trace.step_tokens[-1]), self.step_ends)
+
+    def step_ends(self, now: float) -> None:
+        self.trained, self.training = self.trained + 1, False
+        self.trace.step_ends.append(now)
+        if self.publishes(self.trained):
+            self.at(now + self.machine.publish, self.weights_are_out, self.trained)
+        self.train(now)
+
+    def weights_are_out(self, now: float, version: int) -> None:
+        self.newest = version
+        for index in range(len(self.engines)):
+            self.refill(index, now)
+        self.issue(now)

@@ -21,7 +21,7 @@ from bench.model import (
     uniform,
     utilisation,
 )
-from bench.simulate import Machine, simulate
+from bench.simulate import Machine, Simulation
 from config import presets
 from schedule import drains, make_schedule, may_load_weights, publishes
 
@@ -86,7 +86,7 @@ def simulated(cfg, engines: int, trainers: int, longest: int, sequences: int, ta
     )
     lengths = (rng.randint(1, longest) for _ in itertools.count())
     out, load = functools.partial(publishes, cfg), functools.partial(may_load_weights, cfg)
-    return simulate(make_schedule(cfg, 0), machine, lengths, cfg.group_size, cfg.steps, out, load, drains(cfg))
+    return Simulation(make_schedule(cfg, 0), machine, lengths, cfg.group_size, cfg.steps, out, load, drains(cfg)).run()
 
 
 @pytest.mark.parametrize("g", [1, 4, 16])

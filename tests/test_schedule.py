@@ -167,6 +167,15 @@ def test_weights_go_out_after_every_step_or_every_phase_and_after_the_last_step(
     assert out(schedule="async", phase_steps=4) == out(schedule="conventional", phase_steps=4) == [4, 8, 10]
 
 
+def test_weights_may_come_in_when_the_schedule_says_so():
+    drain, phases = changed(TINY, actor=dict(update="drain")), changed(TINY, schedule="async", phase_steps=4)
+    assert may_load_weights(TINY, in_flight=5, version=0, wanted=0)
+    assert may_load_weights(drain, 0, 0, 0) and not may_load_weights(drain, 5, 0, 0)
+    assert may_load_weights(phases, 0, 0, wanted=4), "the next phase begins"
+    assert not may_load_weights(phases, 5, 0, wanted=4), "this one has not ended"
+    assert not may_load_weights(phases, 0, 0, wanted=0), "an engine without work may be in the middle of one"
+
+
 def test_phase_by_hand():
     """n = 1, G = 2, 3 steps: groups 0 and 1 by version 0; a third one only when both are trained."""
     schedule = Phases(1, steps=3, g=2, ahead=0, seed=0)
