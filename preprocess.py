@@ -10,7 +10,7 @@ emits     prompts: leave to sample a group; batches: a `StepBatch` for every tra
 
 Unlike the paper's ring buffer nothing is thrown away to keep lag small: a group is only started if it is certain to be
 trained in time. Whoever throws away what comes late prefers short answers. And groups are trained in the order they
-started, not as they finish.
+started, not as they finish, unless `order` says so.
 """
 
 import dataclasses
@@ -108,6 +108,7 @@ def batch_metrics(cfg: Config, groups: list[RolloutGroup], dropped: list[Rollout
         "truncated_fraction": statistics.fmean(rollout.finish_reason == "length" for rollout in rollouts),
         "no_variance_groups": sum(has_no_variance([r.reward for r in verified(group)]) for group in groups),
         "group_ids": [group.prompt.group_id for group in groups],
+        "completion_tokens": [[len(rollout.completion_ids) for rollout in group.rollouts] for group in groups],
     }  # fmt: skip
 
 
@@ -238,7 +239,7 @@ class Preprocessor:
             metrics |= {f"dropped_{reason}": n for reason, n in self.dropped.items()}
             self.dropped_groups = []
             batches = make_step_batches(self.cfg, step, groups, self.cfg.trainers, metrics, self.stream_position())
-            self.report_rollout(step, groups[0])
+            self.report_rollout(step, groups[step % len(groups)])  # not the first: that is often a long one
             for queue, batch in reversed(list(zip(self.channels.batches, batches, strict=True))):
                 micro_batches = [self.add_ref_logprobs(micro_batch) for micro_batch in batch.micro_batches]
                 queue.put(dataclasses.replace(batch, micro_batches=micro_batches))

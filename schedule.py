@@ -9,6 +9,7 @@ B is the batch of an optimizer step and G the steps of a phase. The schedule liv
 which weights go out, the actor when they may come in.
 """
 
+import itertools
 import math
 import random
 from abc import ABC, abstractmethod
@@ -22,7 +23,7 @@ class Schedule(ABC):
 
     def __init__(self, groups_per_batch: int, next_step: int = 0):
         self.n, self.next_step = groups_per_batch, next_step
-        self.outstanding: dict[int, None] = {}  # ids in the order they are trained in: neither trained nor dropped
+        self.outstanding: dict[int, int] = {}  # group id -> newest version at its start; neither trained nor dropped
 
     @abstractmethod
     def may_start(self, version: int) -> bool:
@@ -34,7 +35,7 @@ class Schedule(ABC):
 
     def start(self, group_id: int, version: int) -> None:
         assert self.may_start(version)
-        self.outstanding[group_id] = None
+        self.outstanding[group_id] = version
 
     def drop(self, group_id: int) -> None:
         del self.outstanding[group_id]
@@ -58,23 +59,45 @@ class Schedule(ABC):
 class Pipeline(Schedule):
     """No token's lag ever exceeds `max_lag`, and no group starts while `ready_batches` are ahead of the trainer.
 
-    Groups are trained in the order they started, n a step, so each batch is a fair draw of prompts (in the order they
-    finish, batches of short and of long completions would take turns). One that starts when version v is out is only
-    sampled by v or later, and in time if it is trained at a step ≤ v + max_lag: if at most
+    A group that starts when version v is out is only sampled by v or later, and in time if it is trained at a step
+    ≤ v + max_lag: in the order they start, n a step, if at most
 
         n · (v + max_lag + 1 - next step)
 
     groups are outstanding, itself included. Versions never fall, so no later group can make an earlier one late, and a
     dropped one only makes room. No deadlock: once the trainer has caught up, v is the next step and n groups may start.
+
+    order "started": they are trained in that order, and each batch is a fair draw of prompts. "finished": those that
+    have finished go before older ones that have not, as long as none of these gets late. Where one in many is ten times
+    as long as the rest, all would wait for it; where lengths are alike, batches of short and of long ones take turns.
     """
 
-    def __init__(self, groups_per_batch: int, max_lag: int | None, next_step: int = 0, ready_batches: float = math.inf):
+    def __init__(
+        self,
+        groups_per_batch: int,
+        max_lag: int | None,
+        next_step: int = 0,
+        ready_batches: float = math.inf,
+        order: str = "started",
+    ):
         super().__init__(groups_per_batch, next_step)
-        self.max_lag, self.ready_batches = math.inf if max_lag is None else max_lag, ready_batches
+        self.max_lag = math.inf if max_lag is None else max_lag
+        self.ready_batches, self.order = ready_batches, order
 
     def may_start(self, version: int) -> bool:
         behind = self.next_step - version >= self.ready_batches  # the trainer: of batches sent, one is in training
         return not behind and len(self.outstanding) < self.n * (version + self.max_lag + 1 - self.next_step)
+
+    def next_batch(self, finished: Container[int]) -> list[int] | None:
+        if self.order == "finished":
+            batch = {group_id: v for group_id, v in self.outstanding.items() if group_id in finished}
+            batch = dict(itertools.islice(batch.items(), self.n))
+            left = [v for group_id, v in self.outstanding.items() if group_id not in batch]
+            late = any(self.next_step + 1 + i // self.n > v + self.max_lag for i, v in enumerate(left))
+            if late or len(batch) < self.n:
+                return None
+            self.outstanding = batch | self.outstanding  # to the front
+        return super().next_batch(finished)
 
 
 class Phases(Schedule):
@@ -111,7 +134,8 @@ class Phases(Schedule):
         new = list(self.outstanding)[self.ready :]
         if new and len(new) == self.n * (self.ends - self.begins) and all(group_id in finished for group_id in new):
             random.Random(f"{self.seed} {self.begins}").shuffle(new)
-            self.outstanding = dict.fromkeys(list(self.outstanding)[: self.ready] + new)
+            order = list(self.outstanding)[: self.ready] + new
+            self.outstanding = {group_id: self.outstanding[group_id] for group_id in order}
             self.ready, self.begins, self.version = len(self.outstanding), self.ends, None
         if not self.ready:
             return None
@@ -127,7 +151,7 @@ class Phases(Schedule):
 def make_schedule(cfg: Config, next_step: int) -> Schedule:
     n = cfg.groups_per_batch
     if cfg.schedule == "pipeline":
-        return Pipeline(n, cfg.max_lag, next_step, cfg.preprocess.ready_batches)
+        return Pipeline(n, cfg.max_lag, next_step, cfg.preprocess.ready_batches, cfg.preprocess.order)
     return Phases(n, cfg.steps, cfg.phase_steps, int(cfg.schedule == "async"), cfg.seed, next_step)
 
 

@@ -1,14 +1,15 @@
 """The paper's comparison on this machine: pipeline, async and conventional RL, real runs of `launch.py` with real vLLM.
 
     python bench/figures.py [--preset tiny] [--seeds 3] [--steps 100] [--g 1 4 8 16 32] [--quick]
+    python bench/figures.py --preset tail --target 0.75 --lag 32        # the longest completion 18 times the mean
 
 Pipeline and async take one core for generation and one for training; conventional takes both for each in turn (two
 engines, two trainer ranks). All see the same prompts, model, optimizer and number of steps. Runs go to --runs-dir and
 are kept: a second call only draws. Tables and PNGs go to --out. Time counts from when every engine decodes.
 
-The prediction beside each throughput is bench/simulate.py's, from three measurements: the time of a decode step against
-its batch and what a sequence takes beside, made here while the other core decodes too; and the run's own time to train
-on a token.
+The prediction beside each throughput is bench/simulate.py's, from the lengths of the run, its own time to train on a
+token, and two measurements made before each seed's runs, on both cores at once, for the machine is not every hour the
+same: the time of a decode step against its batch, and what a sequence takes beside.
 """
 
 import argparse
@@ -49,11 +50,12 @@ class System:
     schedule: str
     g: int = 1
     in_flight: int = 0  # 0: the preset's
+    max_lag: int = 0  # the same
 
     @property
     def name(self) -> str:
         if self.schedule == "pipeline":
-            return f"pipeline H={self.in_flight}" if self.in_flight else "pipeline"
+            return f"pipeline H={self.in_flight} lag={self.max_lag}" if self.in_flight else "pipeline"
         return f"{self.schedule} G={self.g}"
 
     def begin(self, steps: int) -> int:
@@ -63,7 +65,8 @@ class System:
     def argv(self, cfg: Config) -> list[str]:
         """What makes it of a preset, on two cores."""
         if self.schedule == "pipeline":
-            return ["--actor.sequences", str(self.in_flight)] if self.in_flight else []
+            wide = ["--actor.sequences", str(self.in_flight), "--max-lag", str(self.max_lag)]
+            return wide if self.in_flight else []
         n = 2 if self.schedule == "conventional" else 1
         phase = cfg.batch_size * self.g
         argv = ["--schedule", self.schedule, "--G", str(self.g), "--max-lag", "None"]
@@ -174,10 +177,26 @@ def measure_decode(cfg: Config, batches: tuple[int, ...], core: int, results) ->
     results.put({0: max(0.0, statistics.median(of_many))} | seconds)
 
 
-def decode_table(cfg: Config, args) -> dict[int, float]:
-    """Batch -> seconds of a decode step, and 0 -> what a sequence takes beside its steps, while the other core decodes
-    too. Kept beside the runs."""
-    path = args.runs_dir / f"{args.preset}-decode-{len(args.batches)}.json"
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """Of one engine on one core."""
+
+    steps: dict[int, float]  # batch -> seconds of a decode step
+    beside: float  # seconds a sequence takes beside its steps
+
+    def __call__(self, h: int) -> float:
+        """Seconds of a decode step, linear between what was measured."""
+        return float(np.interp(h, list(self.steps), list(self.steps.values())))
+
+    @classmethod
+    def mean(cls, of: "list[Decoding]") -> "Decoding":
+        steps = {batch: statistics.fmean(one.steps[batch] for one in of) for batch in of[0].steps}
+        return cls(steps, statistics.fmean(one.beside for one in of))
+
+
+def decoding(cfg: Config, seed: int, args) -> Decoding:
+    """Measured while the other core decodes too. Kept beside the runs."""
+    path = args.runs_dir / f"{args.preset}-decode-{len(args.batches)}-{seed}.json"
     if not path.exists():
         context = multiprocessing.get_context("spawn")
         results = context.Queue()
@@ -190,19 +209,31 @@ def decode_table(cfg: Config, args) -> dict[int, float]:
             process.join()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({batch: statistics.fmean(t[batch] for t in both) for batch in both[0]}))
-    return {int(batch): seconds for batch, seconds in json.loads(path.read_text()).items()}
+    steps = {int(batch): seconds for batch, seconds in json.loads(path.read_text()).items()}
+    return Decoding(beside=steps.pop(0), steps=steps)
 
 
-def decode_seconds(table: dict[int, float], h: int) -> float:
-    """Of a decode step, linear between what was measured."""
-    return float(np.interp(h, list(table), list(table.values())))
+def matmul_table(args) -> dict[int, float]:
+    """U(h) as the paper measures it, on one core. Kept beside the runs."""
+    path = args.runs_dir / f"matmul-{len(args.batches)}.json"
+    if not path.exists():
+        core, batches = min(os.sched_getaffinity(0)), args.batches[:2] if args.quick else args.batches[::2]
+        call = f"import json; from bench.flops import utilisation; print(json.dumps(utilisation({list(batches)})))"
+        command = ["taskset", "-c", str(core), sys.executable, "-c", call]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        path.write_text(done.stdout)
+    return {int(batch): u for batch, u in json.loads(path.read_text()).items()}
 
 
 # ---------------------------------------------------------------- what the model expects
 
 
-def lengths_of(runs: list[Finished]) -> list[int]:
-    return [len(line["tokens"]) for run in runs for line in run.rollouts]
+def lengths_of(run: Finished) -> list[int]:
+    """Of all completions, in the order of the prompts."""
+    groups = {}
+    for line in run.steps:
+        groups |= dict(zip(line["group_ids"], line["completion_tokens"], strict=True))
+    return [length for _, lengths in sorted(groups.items()) for length in lengths]
 
 
 def seconds_per_token(runs: list[Finished]) -> float:
@@ -211,23 +242,22 @@ def seconds_per_token(runs: list[Finished]) -> float:
     return sum(line["train_s"] for line in steps) / sum(line["tokens"] for line in steps)
 
 
-def predict(system: System, cfg: Config, table: dict[int, float], beside: float, of: Finished, args) -> Trace:
+def predict(system: System, cfg: Config, decode: Decoding, of: Finished, args) -> Trace:
     """The run as bench/simulate.py sees it: its lengths, its time to train on a token, the machine's decode steps."""
     import tyro
 
     made = tyro.cli(Config, default=cfg, args=[*system.argv(cfg), "--steps", str(args.steps)])
     per_token = seconds_per_token([of])
     publish = statistics.fmean(line["publish_s"] for line in of.steps)
-    decode = functools.partial(decode_seconds, table)
-    machine = Machine(made.actors, made.actor.sequences, decode, lambda n: n * per_token + publish, start=beside)
-    return simulated(made, machine, lengths_of([of]))
+    sequences = made.actor.sequences
+    machine = Machine(made.actors, sequences, decode, lambda n: n * per_token + publish, start=decode.beside)
+    return simulated(made, machine, lengths_of(of))
 
 
 def simulated(cfg: Config, machine: Machine, lengths: list[int]) -> Trace:
-    rng = random.Random(0)
-    draw, out = (rng.choice(lengths) for _ in itertools.count()), functools.partial(publishes, cfg)
+    schedule, draw, out = make_schedule(cfg, 0), itertools.cycle(lengths), functools.partial(publishes, cfg)
     load = functools.partial(may_load_weights, cfg)
-    return Simulation(make_schedule(cfg, 0), machine, draw, cfg.group_size, cfg.steps, out, load, drains(cfg)).run()
+    return Simulation(schedule, machine, draw, cfg.group_size, cfg.steps, out, load, drains(cfg)).run()
 
 
 # ---------------------------------------------------------------- more accelerators than there are
@@ -237,70 +267,80 @@ def simulated(cfg: Config, machine: Machine, lengths: list[int]) -> Trace:
 class Cores:
     """What one core does, and the lengths of what it writes: all that the clock of N of them needs."""
 
-    decode: dict[int, float]  # batch -> seconds of a step
-    beside: float  # seconds a sequence
+    decode: Decoding
     per_token: float  # seconds to train on a token
     lengths: list[int]
 
-    def split(self, cfg: Config, n: int) -> Split | None:
-        """The best (H, I) of N by bench/model.py, with this core's U(h) and τ, at the preset's max_lag."""
+    def utilisation(self) -> tuple[float, dict[int, float]]:
+        """Tokens/s at the best batch, and U(h): the share of it at each, a share of sequences' beginnings included."""
         mean = statistics.fmean(self.lengths)
-        step = {h: seconds + self.beside * h / mean for h, seconds in self.decode.items()}  # a share of its beginnings
-        best = max(h / seconds for h, seconds in step.items())  # tokens/s: the peak; a flash is 1 / best
-        table = ((0, 0.0), *((h, h / seconds / best) for h, seconds in step.items()))
-        return best_split(n, cfg.batch_size, cfg.max_lag, max(self.lengths) / mean, table, self.per_token * best)
+        rates = {h: h / (seconds + self.decode.beside * h / mean) for h, seconds in self.decode.steps.items()}
+        best = max(rates.values())
+        return best, {h: rate / best for h, rate in rates.items()}
 
-    def clock(self, system: System, cfg: Config, n: int, steps: int) -> np.ndarray:
-        """Seconds at the end of each step on N cores. For both: communication takes no time, training splits evenly,
-        samples are spread over the engines one by one (a group of 8 on one engine would leave most of 128 idle)."""
+    def split(self, cfg: Config, n: int, lag: int) -> Split:
+        """The best (H, I) of N by bench/model.py, with this core's U(h) and τ."""
+        best, u = self.utilisation()  # a flash is 1 / best
+        longest_over_mean = max(self.lengths) / statistics.fmean(self.lengths)
+        return best_split(n, cfg.batch_size, lag, longest_over_mean, ((0, 0.0), *u.items()), self.per_token * best)
+
+    def trace(self, system: System, cfg: Config, n: int, steps: int) -> Trace:
+        """A run on N cores. For both: communication takes no time, training splits evenly, samples are spread over the
+        engines one by one (a group of 8 on one engine would leave most of 128 idle)."""
         cfg = dataclasses.replace(cfg, group_size=1, steps=steps)
         if system.schedule == "pipeline":
-            split, made = self.split(cfg, n), cfg
+            split = self.split(cfg, n, system.max_lag)
+            made = dataclasses.replace(cfg, max_lag=system.max_lag)
             engines, sequences, trainers = split.generating, split.sequences, n - split.generating
         else:
             made = dataclasses.replace(cfg, schedule="conventional", phase_steps=system.g, max_lag=None)
-            engines, sequences, trainers = n, max(self.decode), n
-        machine = Machine(
-            engines,
-            sequences,
-            functools.partial(decode_seconds, self.decode),
-            lambda tokens: tokens * self.per_token / trainers,
-            start=self.beside,
-        )
-        return np.array(simulated(made, machine, self.lengths).step_ends)
+            engines, sequences, trainers = n, max(self.decode.steps), n
+        train = lambda tokens: tokens * self.per_token / trainers  # noqa: E731
+        machine = Machine(engines, sequences, self.decode, train, start=self.decode.beside)
+        return simulated(made, machine, self.lengths)
 
 
 def virtual(runs: dict[System, list[Finished]], cores: Cores, cfg: Config, args) -> list[str]:
-    """The headline on N cores: the learning is that of the real runs, step for step, with as much in flight as N cores
-    would have; the clock is bench/simulate.py's."""
-    wide = next(iter(runs))
-    final = median(run.reward[-1] for run in runs[wide])
+    """The headline on N cores: the learning is that of the real runs, step for step, the pipeline's with as much in
+    flight and the same bound on its lag as on N cores; the clock is bench/simulate.py's."""
+    wide, *others = runs
     figure, axes = pyplot().subplots(1, len(args.n), figsize=(5 * len(args.n), 4.2), sharey=True)
-    lines = ["| virtual cores | pipeline: H, I | s to reward | conventional, s to reward; pipeline is faster by |"]
-    lines.append("|---|---|---|---|")
+    heads = [f"G={system.g}, s; × as long" for system in others]
+    lines = ["| virtual cores | pipeline: H, I | its lag, mean / max | s | " + " | ".join(heads) + " | best as good |"]
+    lines.append("|---" * (5 + len(others)) + "|")
     for ax, n in zip(np.atleast_1d(axes), args.n, strict=True):
-        times = {}
+        times, traces = {}, {system: cores.trace(system, cfg, n, args.steps) for system in runs}
         for system, color in colors(runs).items():
-            clock = cores.clock(system, cfg, n, args.steps)
-            rewards = np.median([run.reward for run in runs[system]], axis=0)
+            clock, rewards = traces[system].step_ends, np.median([run.reward for run in runs[system]], axis=0)
             ax.plot(clock, rewards, color=color, label=system.name)
             at = np.flatnonzero(rewards[SMOOTH - 1 :] >= args.target)
             times[system] = clock[SMOOTH - 1 + at[0]] if len(at) else np.nan
         ax.set(xlabel="virtual seconds", ylabel="reward", title=f"N = {n}")
-        split, cells = cores.split(cfg, n), []
-        for system in runs:
-            if system.schedule == "conventional":
-                good = median(run.reward[-1] for run in runs[system]) >= final - 0.03
-                ratio = (
-                    f"{times[system]:.1f}; {times[system] / times[wide]:.2f}" if np.isfinite(times[system]) else "never"
-                )
-                cells.append(f"G={system.g}: {ratio}" + ("" if good else " (ends lower)"))
-        lines.append(f"| {n} | {split.sequences}, {split.generating} | {times[wide]:.1f} | {'; '.join(cells)} |")
-    finish(figure, axes, args.out / f"{args.preset}_virtual.png")
-    return lines
+        split, lags = cores.split(cfg, n, wide.max_lag), np.concatenate(traces[wide].lags)
+        cells = [f"{n}", f"{split.sequences}, {split.generating}", f"{lags.mean():.1f} / {lags.max()}"]
+        cells.append(f"{times[wide]:.1f}")
+        cells += [f"{times[system]:.1f}; {times[system] / times[wide]:.2f}" for system in others]
+        lines.append("| " + " | ".join([*cells, best_as_good(runs, times)]) + " |")
+    about = f"The runs behind the pipeline's reward: {wide.in_flight} in flight, max_lag {wide.max_lag}, mean lag "
+    about += f"{median(run.mean('lag_mean') for run in runs[wide]):.1f}, final reward "
+    return [*lines, "", about + spread([run.reward[-1] for run in runs[wide]], ".3f")]
+
+
+def best_as_good(runs: dict[System, list[Finished]], times: dict[System, float]) -> str:
+    """Of the conventional ones that end with a reward at most 0.03 lower than the first's, the quickest: its time over
+    the first's."""
+    first = next(iter(runs))
+    least = median(run.reward[-1] for run in runs[first]) - 0.03
+    good = [s for s in runs if s.schedule == "conventional" and median(run.reward[-1] for run in runs[s]) >= least]
+    best = min((s for s in good if np.isfinite(times[s])), key=times.get, default=None)
+    return "none" if best is None else f"**{times[best] / times[first]:.2f}** (G={best.g})"
 
 
 # ---------------------------------------------------------------- tables
+
+
+def minutes(runs: dict[System, list[Finished]]) -> float:
+    return sum(run.steps[-1]["time_s"] for found in runs.values() for run in found) / 60
 
 
 def spread(values: list[float], form: str = ".0f") -> str:
@@ -316,37 +356,38 @@ def median(values) -> float:
 
 
 def table_of(runs: dict[System, list[Finished]], predicted: dict[System, float], target: float) -> list[str]:
-    """A line a system; ratios are of medians, pipeline over the system in question."""
-    ours = next(iter(runs.values()))
-    lines = [
-        f"| | tokens/s | predicted | ÷ predicted | pipeline makes × as many (predicted) | s to reward {target:.2f} | "
-        "pipeline is faster by | less hand-over | hand-over, % | final reward | lag mean / max | ESS mean / min |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    base, most = median(run.first(target) for run in ours), median(run.tokens_per_s for run in ours)
-    expected = next(iter(predicted.values()))
+    """A line a system; gains are of medians, pipeline over the system in question."""
+    first = next(iter(runs))
+    heads = ["", "tokens/s", "predicted", "÷ predicted", "pipeline's gain", "predicted", "÷ predicted"]
+    heads += [f"s to reward {target:.2f}", "pipeline is faster by", "less hand-over", "hand-over, %", "final reward"]
+    heads += ["lag mean / max", "ESS mean / min"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    rates = {system: median(run.tokens_per_s for run in found) for system, found in runs.items()}
+    times = {system: median(run.first(target) for run in found) for system, found in runs.items()}
     for system, found in runs.items():
-        rate = median(run.tokens_per_s for run in found)
-        times = [run.first(target) for run in found]
         hand_over = [run.hand_over_s / run.time_s[-1] if system.schedule == "conventional" else 0.0 for run in found]
-        efficient = [t * (1 - share) for t, share in zip(times, hand_over, strict=True)]
+        efficient = [run.first(target) * (1 - share) for run, share in zip(found, hand_over, strict=True)]
+        gain, expected = rates[first] / rates[system], predicted[first] / predicted[system]
         lag_max = max(line["lag_max"] for run in found for line in run.steps)
         ess_min = min(line["ess"] for run in found for line in run.steps if line["ess"] is not None)
         cells = [
+            system.name,
             spread([run.tokens_per_s for run in found]),
             f"{predicted[system]:.0f}",
-            f"{rate / predicted[system]:.2f}",
-            f"{most / rate:.2f} ({expected / predicted[system]:.2f})",
-            spread(times),
-            f"{median(times) / base:.2f}",
-            f"{median(efficient) / base:.2f}",
+            f"{rates[system] / predicted[system]:.2f}",
+            f"{gain:.2f}",
+            f"{expected:.2f}",
+            f"{gain / expected:.2f}",
+            spread([run.first(target) for run in found]),
+            f"{times[system] / times[first]:.2f}",
+            f"{median(efficient) / times[first]:.2f}",
             f"{100 * median(hand_over):.0f}" if system.schedule == "conventional" else "–",
             spread([run.reward[-1] for run in found], ".3f"),
             f"{median(run.mean('lag_mean') for run in found):.2f} / {lag_max}",
             f"{median(run.mean('ess') for run in found):.3f} / {ess_min:.3f}",
         ]
-        lines.append(f"| {system.name} | " + " | ".join(cells) + " |")
-    return lines
+        lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, "", f"Against the quickest conventional one that ends as high: {best_as_good(runs, times)}"]
 
 
 # ---------------------------------------------------------------- figures
@@ -399,10 +440,11 @@ def draw_lag(runs: dict[System, list[Finished]], path: Path) -> None:
     finish(figure, axes, path)
 
 
-def draw_batch(runs: dict[System, list[Finished]], table: dict[int, float], path: Path) -> None:
+def draw_batch(runs: dict[System, list[Finished]], decode: Decoding, path: Path) -> None:
     """Decode throughput against the batch, and the sequences that run over time (figure 2)."""
     figure, axes = pyplot().subplots(1, 2, figsize=(13, 4.5))
-    axes[0].plot(list(table), [batch / seconds for batch, seconds in table.items()], "o-", label="one engine, one core")
+    rates = [batch / seconds for batch, seconds in decode.steps.items()]
+    axes[0].plot(list(decode.steps), rates, "o-", label="one engine, one core")
     axes[0].set(xscale="log", xlabel="sequences in a decode step", ylabel="tokens/s", ylim=(0, None))
     for system, color in colors(runs).items():
         one = runs[system][0]
@@ -412,6 +454,18 @@ def draw_batch(runs: dict[System, list[Finished]], table: dict[int, float], path
         axes[1].plot([line["time_s"] - one.up_s for line in reports], values, color=color, label=system.name)
     axes[1].set(xlabel="seconds", ylabel="sequences in flight, engine 0, mean of half a second", yscale="symlog")
     finish(figure, axes, path)
+
+
+def rates_of(cores: Cores, matmul: dict[int, float]) -> list[str]:
+    """The engine against its batch, and U(h) in both ways."""
+    batches, u = list(cores.decode.steps), cores.utilisation()[1]
+    rows = [["sequences in a decode step, h", *batches], ["---"] * (len(batches) + 1)]
+    rows.append(["tokens/s", *(f"{h / seconds:.0f}" for h, seconds in cores.decode.steps.items())])
+    rows.append(["U(h) by decoding, share of the best", *(f"{u[h]:.3f}" for h in batches)])
+    rows.append(["U(h) by (4096, h) · (h, 16384)", *(f"{matmul[h]:.3f}" if h in matmul else "" for h in batches)])
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    lines += ["", f"and {1000 * cores.decode.beside:.2f} ms for each sequence beside its steps (prefill, bookkeeping)"]
+    return lines
 
 
 # ---------------------------------------------------------------- main
@@ -427,6 +481,7 @@ def main() -> None:
     )
     parser.add_argument("--target", type=float, default=0.7, help="reward whose time is compared")
     parser.add_argument("--n", type=int, nargs="+", default=[8, 32, 128], help="virtual cores")
+    parser.add_argument("--lag", type=int, help="bound of the pipeline on virtual cores (default: the preset's)")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs/figures"))
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     parser.add_argument("--quick", action="store_true", help="one seed, few steps, G = 4: shows that all of it works")
@@ -434,40 +489,42 @@ def main() -> None:
     if args.quick:
         args.seeds, args.steps, args.g, args.target = 1, 16, [4], 0.45
     args.batches = BATCHES[::5] if args.quick else BATCHES
-    args.runs_dir = args.runs_dir.resolve()
+    args.runs_dir, start = args.runs_dir.resolve(), time.monotonic()
+    args.runs_dir.mkdir(parents=True, exist_ok=True)
     cfg = presets()[args.preset]()
     systems = [System("pipeline"), System("async", args.g[min(1, len(args.g) - 1)])]
     systems += [System("conventional", g) for g in args.g]
-    table = decode_table(cfg, args)
-    beside = table.pop(0)
-    runs: dict[System, list[Finished]] = {system: [] for system in systems}
+    decode, runs = [], {system: [] for system in systems}
     for seed in range(args.seeds):  # in turns: whatever else the machine does it does to all
+        decode.append(decoding(cfg, seed, args))
         for system in systems:
             runs[system].append(run(system, seed, cfg, args))
     predicted = {
         system: median(
-            predict(system, cfg, table, beside, of, args).tokens_per_time(system.begin(args.steps)) for of in found
+            predict(system, cfg, decode[of.seed], of, args).tokens_per_time(system.begin(args.steps)) for of in found
         )
         for system, found in runs.items()
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    cores = Cores(table, beside, seconds_per_token(runs[systems[0]]), lengths_of(runs[systems[0]]))
-    wide = System("pipeline", in_flight=max(s.sequences * s.generating for s in (cores.split(cfg, n) for n in args.n)))
+    ours = runs[systems[0]]
+    cores = Cores(Decoding.mean(decode), seconds_per_token(ours), lengths_of(ours[0]))
+    lag = args.lag or cfg.max_lag
+    in_flight = max(split.sequences * split.generating for split in (cores.split(cfg, n, lag) for n in args.n))
+    wide = System("pipeline", in_flight=in_flight, max_lag=lag)
     of_many = {wide: [run(wide, seed, cfg, args) for seed in range(args.seeds)]} | {s: runs[s] for s in systems[2:]}
-    many = virtual(of_many, cores, cfg, args)
+    many, rates = virtual(of_many, cores, cfg, args), rates_of(cores, matmul_table(args))
     draw_learning(runs, args.out / f"{args.preset}_learning.png")
     draw_lag(runs, args.out / f"{args.preset}_lag.png")
-    draw_batch(runs, table, args.out / f"{args.preset}_batch.png")
+    draw_batch(runs, cores.decode, args.out / f"{args.preset}_batch.png")
+    lengths = [length for run in ours for length in lengths_of(run)]
     about = f"`python bench/figures.py {' '.join(sys.argv[1:])}`: preset {args.preset}, {args.steps} steps, "
     about += f"{args.seeds} seeds, {platform.machine()}, {len(os.sched_getaffinity(0))} cores, "
-    seconds = sum(run.steps[-1]["time_s"] for found in [*runs.values(), of_many[wide]] for run in found)
-    about += f"{seconds / 60:.0f} minutes of runs; median (lowest – highest)"
-    rates = ["| sequences in a decode step | " + " | ".join(map(str, table)) + " |", "|---|" + "---|" * len(table)]
-    rates.append("| tokens/s | " + " | ".join(f"{b / seconds:.0f}" for b, seconds in table.items()) + " |")
-    rates += ["", f"and {1000 * beside:.2f} ms for each sequence beside its steps (prefill, bookkeeping)"]
+    about += f"{minutes(runs):.0f} minutes of runs and {minutes({wide: of_many[wide]}):.0f} for the virtual cores; "
+    about += f"longest completion {max(lengths)} tokens, mean {statistics.fmean(lengths):.1f}; medians (range)"
     text = "\n".join([about, "", *table_of(runs, predicted, args.target), "", *many, "", *rates, ""])
     (args.out / f"{args.preset}.md").write_text(text)
     print(text)
+    print(f"this call took {(time.monotonic() - start) / 60:.1f} minutes")
 
 
 if __name__ == "__main__":

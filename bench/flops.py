@@ -5,6 +5,7 @@ The trainer puts `training_flops` / seconds / `matmul_flops_per_s` into every st
 
 import math
 import time
+from collections.abc import Iterable
 
 import torch
 
@@ -43,3 +44,21 @@ def matmul_flops_per_s(device: torch.device) -> float:
         (a @ a)[0, 0].item()  # waits for the product
         best = min(best, time.perf_counter() - start)
     return 2 * n**3 / best
+
+
+def utilisation(batches: Iterable[int], device: torch.device | str = "cpu") -> dict[int, float]:
+    """U(h) as the paper measures it (arXiv 2509.19128, appendix A): the rate of the product (4096, h) · (h, 16384), h
+    padded by up to 64 where that is faster, over the highest rate of any h. bfloat16 on a GPU, float32 on a CPU."""
+    device = torch.device(device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    out, seconds = torch.empty(4096, 16384, dtype=dtype, device=device), {}
+    for h in sorted({h + padding for h in batches for padding in (0, 16, 32, 64)}):
+        a, b = torch.randn(4096, h, dtype=dtype, device=device), torch.randn(h, 16384, dtype=dtype, device=device)
+        seconds[h] = math.inf
+        for _ in range(3):
+            start = time.perf_counter()
+            torch.mm(a, b, out=out)[0, 0].item()  # waits for the product
+            seconds[h] = min(seconds[h], time.perf_counter() - start)
+    rates = {h: h / min(seconds[h + padding] for padding in (0, 16, 32, 64)) for h in batches}
+    best = max(rates.values())
+    return {h: rate / best for h, rate in rates.items()}

@@ -50,7 +50,7 @@ class _Engine:
     def __init__(self, machine: Machine):
         self.machine = machine
         self.running: list[tuple[int, int, int]] = []  # heap of (progress at its end, sequence, group)
-        self.waiting: deque[tuple[int, int]] = deque()  # (group, oldest version), a sequence each
+        self.waiting: deque[tuple[int, int, int]] = deque()  # (group, oldest version, length), a sequence each
         self.progress, self.at, self.pace = 0.0, 0.0, 0.0  # decode steps made up to time `at`, time of one
         self.loads = [(0, 0)]  # (progress, version loaded)
         self.events = 0  # older events of this engine are void
@@ -78,8 +78,8 @@ class _Engine:
 
 
 class Simulation:
-    """A run of `schedule` to the end of its steps. `lengths`: of one sequence after the other; `may_load`(sequences in
-    flight, version, version that the next sequence asks for)."""
+    """A run of `schedule` to the end of its steps. `lengths`: of one sequence after the other, group by group, without
+    end; `may_load`(sequences in flight, version, version that the next sequence asks for)."""
 
     def __init__(
         self,
@@ -128,7 +128,8 @@ class Simulation:
             if not room:
                 break
             index, group = min(room, key=lambda i: self.load[i]), next(self.ids)
-            self.engines[index].waiting.extend([(group, self.schedule.oldest(self.newest))] * self.group_size)
+            oldest, lengths = self.schedule.oldest(self.newest), itertools.islice(self.lengths, self.group_size)
+            self.engines[index].waiting.extend((group, oldest, length) for length in lengths)
             self.schedule.start(group, self.newest)
             self.left[group], self.versions[group], self.owner[group] = self.group_size, [], index
             self.load[index] += 1
@@ -152,14 +153,14 @@ class Simulation:
                 engine.at += self.machine.stall
             hold = self.drains and self.newest > engine.version
             while engine.waiting and len(engine.running) < self.machine.sequences and not hold:
-                group, oldest = engine.waiting[0]
+                group, oldest, length = engine.waiting[0]
                 if oldest > engine.version:
                     break
                 engine.waiting.popleft()
                 engine.complete_step()
                 engine.at, sequence = engine.at + self.machine.start, next(self.ids)
                 self.began[sequence] = int(engine.progress)
-                heapq.heappush(engine.running, (int(engine.progress) + next(self.lengths), sequence, group))
+                heapq.heappush(engine.running, (int(engine.progress) + length, sequence, group))
         if len(engine.running) != before:
             self.trace.running.append((now, index, len(engine.running)))
         engine.events += 1

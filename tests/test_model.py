@@ -74,8 +74,8 @@ def test_it_stops_helping_with_equal_lengths_and_with_few_or_very_many_accelerat
     assert gain(32, 1024, 32, long_tailed(8192, 640)) > gain(32, 1024, 32, uniform(8192))
 
 
-def simulated(cfg, engines: int, trainers: int, longest: int, sequences: int, tau=5.0, **more):
-    """Lengths uniform; times in flashes, as in the formulas."""
+def simulated(cfg, engines: int, trainers: int, longest: int, sequences: int, tau=5.0, lengths=None, **more):
+    """Lengths uniform, if there are no others; times in flashes, as in the formulas."""
     rng = random.Random(0)
     machine = Machine(
         engines,
@@ -84,7 +84,7 @@ def simulated(cfg, engines: int, trainers: int, longest: int, sequences: int, ta
         lambda tokens: tokens * tau / trainers,
         **({"queued": 10**6} | more),
     )
-    lengths = (rng.randint(1, longest) for _ in itertools.count())
+    lengths = lengths or (rng.randint(1, longest) for _ in itertools.count())
     out, load = functools.partial(publishes, cfg), functools.partial(may_load_weights, cfg)
     return Simulation(make_schedule(cfg, 0), machine, lengths, cfg.group_size, cfg.steps, out, load, drains(cfg)).run()
 
@@ -109,6 +109,19 @@ def test_simulation_of_pipeline_agrees_with_its_formula_and_knows_its_lag(engine
         assert expected.max_lag <= max(lags.max() for lags in trace.lags[20:]) <= 2 * expected.max_lag
     bounded = simulated(changed(cfg, max_lag=3), engines, 16 - engines, longest=500, sequences=64, queued=4)
     assert max(lags.max() for lags in bounded.lags) <= 3
+
+
+def test_where_one_in_many_is_long_the_others_need_not_wait_for_it():
+    rng, traces = random.Random(0), {}
+    groups = [rng.choice([10] * 31 + [400]) for _ in range(1000)]
+    lengths = [length for length in groups for _ in range(8)]
+    for order in ("started", "finished"):
+        cfg = changed(TINY, steps=60, max_lag=32, preprocess=dict(order=order, ready_batches=3))
+        traces[order] = simulated(cfg, 1, 1, 0, sequences=128, queued=4, lengths=itertools.cycle(lengths))
+    lag = {order: np.concatenate(trace.lags[20:]).mean() for order, trace in traces.items()}
+    assert lag["finished"] < 0.6 * lag["started"]
+    assert traces["finished"].tokens_per_time(20) > 1.05 * traces["started"].tokens_per_time(20), "fewer bursts"
+    assert max(lags.max() for trace in traces.values() for lags in trace.lags) <= 32
 
 
 def test_simulation_shows_what_the_formulas_leave_out():

@@ -14,13 +14,13 @@ TINY = presets()["tiny"]()
 class World:
     """Actors, filter and trainer as loosely coupled as in a run, with every speed random."""
 
-    def __init__(self, seed: int, begin: int = 0, most_steps: int = 12, **changes):
+    def __init__(self, seed: int, begin: int = 0, most_steps: int = 12, order: str = "started", **changes):
         self.rng = rng = random.Random(seed)
         self.n = rng.randint(1, 4)  # groups a batch
         self.steps = begin + rng.randint(1, most_steps)
         self.begin = begin
         changes = {"batch_size": 8 * self.n, "steps": self.steps, "max_lag": None, **changes}
-        ready = dict(ready_batches=rng.choice([1, 3, 10**6]))
+        ready = dict(ready_batches=rng.choice([1, 3, 10**6]), order=order)
         self.cfg = changed(TINY, **changes, preprocess=ready)
         self.schedule = make_schedule(self.cfg, begin)
         self.trained_steps = self.version = begin  # `version`: the newest that went out
@@ -105,16 +105,18 @@ class World:
         return self
 
 
+@pytest.mark.parametrize("order", ["started", "finished"])
 @pytest.mark.parametrize("max_lag", [0, 1, 2, 5, 50, None])
-def test_no_token_is_older_than_max_lag_no_group_is_lost_and_nothing_deadlocks(max_lag):
+def test_no_token_is_older_than_max_lag_no_group_is_lost_and_nothing_deadlocks(max_lag, order):
     """Random lengths, actors, filters and speeds; observed lag never over the bound, and every run comes to its end."""
-    reached = 0
+    reached, overtaken = 0, False
     for seed in range(150):
-        world = World(seed, max_lag=max_lag).run(seed)
+        world = World(seed, max_lag=max_lag, order=order).run(seed)
         assert max_lag is None or max(world.lags) <= max_lag, f"seed {seed}"
-        assert world.order == sorted(world.order), "trained in the order they started"
+        overtaken |= world.order != sorted(world.order)
         reached = max(reached, *world.lags)
     assert max_lag in (None, 50) or reached == max_lag, f"the bound is never reached ({reached}): it is too strict"
+    assert overtaken == (order == "finished" and max_lag != 0), "with bound 0 there is only one batch at a time"
 
 
 @pytest.mark.parametrize("g", [1, 2, 3, 7])
@@ -213,6 +215,18 @@ def test_groups_leave_as_they_started_and_dropped_ones_are_not_waited_for():
     schedule.drop(0)
     assert schedule.next_batch([4, 1, 3]) is None, "now group 2 is the second"
     assert schedule.next_batch([4, 1, 3, 2]) == [1, 2]
+
+
+def test_finished_groups_overtake_longer_ones_as_long_as_none_of_these_gets_late():
+    schedule = Pipeline(groups_per_batch=1, max_lag=2, order="finished")
+    for group_id in range(3):
+        schedule.start(group_id, version=0)  # step 2 at the latest
+    assert schedule.next_batch([]) is None
+    assert schedule.next_batch([2, 1]) == [1], "of two that have finished the older one"
+    assert schedule.next_batch([2]) == [2]
+    schedule.start(3, version=1)
+    assert schedule.next_batch([3]) is None, "group 0 has to be in step 2"
+    assert schedule.next_batch([3, 0]) == [0] and schedule.next_batch([3]) == [3]
 
 
 def test_places_up_to_the_bound_are_given_out_and_no_more():

@@ -41,7 +41,7 @@ def test_held_out_prompts_are_never_training_prompts():
 
 def test_completion_length_varies_at_least_five_fold():
     rng = random.Random(0)
-    lengths = [len(task.demonstration(task.sample_terms(rng), rng)) + 1 for _ in range(2000)]
+    lengths = [len(task.demonstration(task.sample_problem(rng), rng)) + 1 for _ in range(2000)]
     assert max(lengths) >= 5 * min(lengths)
 
 

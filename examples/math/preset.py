@@ -33,7 +33,7 @@ def preset() -> Config:
         prompt=PromptConfig(template="plain", wrap=WRAP, prompt_key="problem", malformed="skip"),
         reward=RewardConfig(function="math", workers=16, soft_limit_tokens=1024),
         actor=ActorConfig(sequences=64, max_prompt_tokens=1024, max_completion_tokens=8192),
-        preprocess=PreprocessConfig(max_tokens_per_microbatch=16384),
+        preprocess=PreprocessConfig(max_tokens_per_microbatch=16384, order="finished"),
         train=TrainConfig(lr=1e-6, clamp=5.0, activation_checkpointing=True),
         eval=EvalConfig(data=("hf:HuggingFaceH4/MATH-500:test",), every=50, prompts=500),
     )

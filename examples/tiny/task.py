@@ -11,10 +11,13 @@ import random
 import zlib
 from collections.abc import Iterator
 
+CHARACTERS = "0123456789+-=#"
+CONTEXT_TOKENS = 128
+ERROR_RATE = 0.22
 MIN_TERMS, MAX_TERMS = 2, 9
 
 
-def sample_terms(rng: random.Random) -> list[int]:
+def sample_problem(rng: random.Random) -> list[int]:
     """Signed one-digit terms whose running total stays at or above zero, e.g. [7, 5, -3]."""
     terms = [rng.randint(0, 9)]
     for _ in range(rng.randint(MIN_TERMS, MAX_TERMS) - 1):
@@ -48,7 +51,7 @@ def is_held_out(prompt: str) -> bool:
 def _rows(seed: int, held_out: bool) -> Iterator[dict]:
     rng = random.Random(seed)
     while True:
-        terms = sample_terms(rng)
+        terms = sample_problem(rng)
         if is_held_out(prompt_text(terms)) == held_out:
             yield {"prompt": prompt_text(terms), "answer": str(sum(terms))}
 

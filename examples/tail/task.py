@@ -1,0 +1,70 @@
+"""Repeated addition: the task of preset `tail`. Its lengths have a long tail, as those of reasoning have.
+
+    prompt      37+6*4=
+    completion  4:43,3:49,2:55,1:61#61        how many terms are left, the running total, ..; the answer after '#'
+
+How many terms there are follows a power law: more than half of the prompts have one, one in 140 has 60. So a completion
+has 22 tokens in the mean and 417 at the most, and who waits for the longest of a batch waits long.
+"""
+
+import random
+import zlib
+from collections.abc import Iterator
+
+CHARACTERS = "0123456789+*=:,#"
+CONTEXT_TOKENS = 512
+ERROR_RATE = 0.25
+MOST_TERMS = 60
+
+
+def sample_problem(rng: random.Random) -> tuple[int, int, int]:
+    """(start, term, times), e.g. (37, 6, 4); times is at least n with probability n^-1.2, and 60 at the most."""
+    times = int((1 - rng.random()) ** (-1 / 1.2))
+    return rng.randint(0, 99), rng.randint(1, 9), min(MOST_TERMS, times)
+
+
+def prompt_text(problem: tuple[int, int, int]) -> str:
+    """(37, 6, 4) -> '37+6*4='."""
+    start, term, times = problem
+    return f"{start}+{term}*{times}="
+
+
+def demonstration(problem: tuple[int, int, int], rng: random.Random, error_rate: float = 0.0) -> str:
+    """(37, 6, 4) -> '4:43,3:49,2:55,1:61#61'; with probability `error_rate` a total is off by 1 to 3 and carried on."""
+    total, term, times = problem
+    written = []
+    for left in range(times, 0, -1):
+        total += term
+        if rng.random() < error_rate:
+            offset = rng.randint(1, 3)
+            total += offset if total < offset or rng.random() < 0.5 else -offset
+        written.append(f"{left}:{total}")
+    return f"{','.join(written)}#{total}"
+
+
+def is_held_out(prompt: str) -> bool:
+    """One prompt in ten, by a hash of its text: the two sets are disjoint whatever the seeds."""
+    return zlib.crc32(prompt.encode()) % 10 == 0
+
+
+def _rows(seed: int, held_out: bool) -> Iterator[dict]:
+    rng = random.Random(seed)
+    while True:
+        start, term, times = problem = sample_problem(rng)
+        if is_held_out(prompt_text(problem)) == held_out:
+            yield {"prompt": prompt_text(problem), "answer": str(start + term * times)}
+
+
+def train_rows(seed: int) -> Iterator[dict]:
+    """Endless training rows {'prompt': '36+6*4=', 'answer': '60'}."""
+    return _rows(seed, held_out=False)
+
+
+def held_out_rows(seed: int) -> Iterator[dict]:
+    """Endless held-out rows; none of them is ever a training row."""
+    return _rows(seed, held_out=True)
+
+
+def reward(completion: str, row: dict) -> float:
+    """1.0 if what follows the first '#' is the answer, else 0.0."""
+    return float(completion.partition("#")[2] == row["answer"])
