@@ -1,11 +1,21 @@
 """The paper's model of throughput at equal lag (arXiv 2509.19128, appendix A), as pure functions.
 
-    python bench/model.py     # the case study, throughput against g_max, and where it stops helping; PNGs in results/
+    python bench/model.py               # the case study, throughput against g_max, where it stops helping; PNGs
+    python bench/model.py --measure     # U(h) of this machine as the paper measures it, and the case study with it
 
 A *flash* is the least time in which an accelerator can make one token's forward pass: FLOPs a token / its peak FLOP/s.
 Rates are in tokens a flash. H is the number of sequences in flight on each of the I accelerators that generate; the
 other N - I train. U(h) is the share of its peak that an accelerator reaches when it decodes a batch of h, τ the time to
-train on a token. Lengths are given as `survivors`: the share of sequences that are longer than 0, 1, 2 .. tokens.
+train on a token. B samples make a batch, S = B·G a phase of conventional RL; K tokens are in a phase, h(l) of them the
+l-th of their sequence; L is the longest length, L̄ the mean. The equations, numbered here:
+
+    conventional  (1) r_gen = K / Σ_l [(h(l)/N) / U(h(l)/N)]  (2) r_train = N/τ  (3) r = 1 / (1/r_gen + 1/r_train)
+                  (4) lag ≤ G - 1
+    pipeline      (5) r_gen = U(H)·I  (6) r_train = (N - I)/τ  (7) r = min(r_gen, r_train)
+                  (8) lag ≤ g_max = ceil(H·I·L / (L̄·B))
+    at equal lag  (9) the highest r of (7) over all (H, I) whose (8) is at most (4)
+
+Lengths are given as `survivors`: the share of sequences that are longer than 0, 1, 2 .. tokens.
 """
 
 import sys
@@ -71,10 +81,7 @@ class Split(Rate):
 
 
 def conventional(n: int, batch: int, g: int, survivors: np.ndarray, table=U_H100, tau=TRAIN_FLASHES) -> Rate:
-    """r_gen = K / Σ_l [(h(l)/N) / U(h(l)/N)], r_train = N/τ, r = 1 / (1/r_gen + 1/r_train), lag at most G - 1.
-
-    S = B·G sequences begin together on N accelerators; h(l) are unfinished after l steps, and K = Σ_l h(l) tokens.
-    """
+    """Equations (1) to (4): S = B·G sequences begin together on N accelerators, h(l) are unfinished after l steps."""
     h = batch * g * survivors / n  # (L,) a batch of an accelerator; below 1: some have none, and none is faster for it
     h = h[h > 0]
     r_gen = n * h.sum() / decode_flashes(h, table).sum()
@@ -89,7 +96,7 @@ def decode_flashes(h: np.ndarray, table=U_H100) -> np.ndarray:
 
 
 def pipeline(n: int, h: int, i: int, batch: int, longest_over_mean=2.0, table=U_H100, tau=TRAIN_FLASHES) -> Split:
-    """r_gen = U(H)·I, r_train = (N - I)/τ, r the smaller, g_max = ceil(H·I·L / (L̄·B)). L/L̄ = 2 for uniform lengths."""
+    """Equations (5) to (8). L/L̄ = 2 for uniform lengths."""
     g_max = int(np.ceil(h * i * longest_over_mean / batch))
     r_gen, r_train = float(utilisation(h, table) * i), (n - i) / tau
     return Split(r_gen, r_train, min(r_gen, r_train), g_max, h, i)
@@ -98,7 +105,8 @@ def pipeline(n: int, h: int, i: int, batch: int, longest_over_mean=2.0, table=U_
 def best_split(
     n: int, batch: int, lag: float, longest_over_mean=2.0, table=U_H100, tau=TRAIN_FLASHES, most: int = 1024
 ) -> Split | None:
-    """The (H, I) of the highest rate with g_max ≤ lag: all I < N and H ≤ `most` are tried. None if there is none."""
+    """Equation (9): the (H, I) of the highest rate with g_max ≤ lag. All I < N and H ≤ `most` are tried. None if there
+    is none."""
     best, u = (-1.0, 0, 0), utilisation(np.arange(1, most + 1), table)
     h = np.arange(1, most + 1)
     for first in range(1, n, 1024):  # so many I at a time: 16,384 accelerators would take gigabytes at once
@@ -138,6 +146,19 @@ def case_study() -> list[str]:
     ]
     lines = ["| case study: N = 128, B = 128, lengths uniform on 1..L | here | printed |", "|---|---|---|"]
     return lines + [f"| {name} | {value:.4g} | {printed} |" for name, value, printed in rows]
+
+
+def measured() -> list[str]:
+    """U(h) of this machine's GPU, or its CPU, and the gain of the case study with it."""
+    import torch
+
+    from bench.flops import utilisation as measure
+
+    u = measure([1, 4, 16, 64, 128, 256, 512], "cuda" if torch.cuda.is_available() else "cpu")
+    lines = ["| h | " + " | ".join(map(str, u)) + " |", "|---" * (1 + len(u)) + "|"]
+    lines += ["| U(h) | " + " | ".join(f"{share:.3f}" for share in u.values()) + " |", ""]
+    ratio = gain(128, 128, 133, uniform(8192), ((0, 0.0), *u.items()))
+    return [*lines, f"128 of these, B = 128, lag ≤ 133, τ = {TRAIN_FLASHES}: pipeline ÷ conventional = {ratio:.2f}"]
 
 
 def draw_lag(path: Path) -> None:
@@ -201,5 +222,8 @@ def finish(figure, axes, path: Path) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
+    if "--measure" in sys.argv:
+        print(*measured(), sep="\n")
+        sys.exit()
     print(*case_study(), "", *draw_limits(RESULTS / "model_limits.png"), sep="\n")
     draw_lag(RESULTS / "model_lag.png")

@@ -103,8 +103,9 @@ def test_metrics_have_a_line_for_every_step_with_every_key(finished):
     keys += "kl_behaviour entropy lag_mean lag_max lag_min completion_tokens_mean truncated_fraction queue_rollouts "
     keys += "dropped_zero_variance dropped_prompt_too_long queue_batches wait_s generated_tokens_per_s "
     keys += "trained_tokens_per_s update_stall_s in_flight actor_idle_s actor_running_s train_s publish_s "
-    keys += "no_variance_groups group_ids completion_tokens failed_samples length_penalty dropped_verifier_failed dropped_malformed "
-    keys += "dropped_held_out verifier_calls verifier_calls_failed verifier_mean_s verifier_max_s verifier_busy"
+    keys += "no_variance_groups group_ids completion_tokens failed_samples length_penalty dropped_verifier_failed "
+    keys += "dropped_malformed dropped_held_out verifier_calls verifier_calls_failed verifier_mean_s verifier_max_s "
+    keys += "verifier_busy"
     keys = keys.split()
     for line in lines:
         assert set(keys) <= set(line), set(keys) - set(line)
