@@ -18,8 +18,9 @@ def sequence_attention(module, query, key, value, attention_mask, scaling, cu_se
     """Causal attention inside each sequence of a packed row: transformers' attention interface.
 
     query (1, H, T, D), key and value (1, H_kv, T, D) -> (1, T, H, D). Sequence s is at cu_seq_lens_q[s:s+2]. In half
-    precision on a GPU: torch's flash kernels for ragged rows. Otherwise sequences become the S rows of a batch padded
-    to the longest, L: S · L² work, not the T² of a dense mask (with which a step of `tiny` takes twice as long).
+    precision on a GPU: torch's flash kernels for ragged rows. Otherwise sequences of like length become the rows of a
+    batch padded to their longest: at most four times the work of their own, and not the T² of a dense mask (with which
+    a step of `tiny` takes twice as long).
     """
     grouped = query.shape[1] != key.shape[1]
     if query.is_cuda and query.dtype != torch.float32:
@@ -27,17 +28,20 @@ def sequence_attention(module, query, key, value, attention_mask, scaling, cu_se
         ends, longest = cu_seq_lens_q, max_length_q
         out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=grouped)
         return out[None], None
-    offsets = torch.arange(max_length_q, device=query.device)  # (L,)
-    real = offsets < cu_seq_lens_q.diff()[:, None]  # (S, L); past its end a row reads its neighbour, unused
-    index = (cu_seq_lens_q[:-1, None] + offsets).clamp(max=query.shape[2] - 1).flatten()
-
-    def rows(x: torch.Tensor) -> torch.Tensor:  # (1, H, T, D) -> (S, H, L, D)
-        return x[0].index_select(1, index).unflatten(1, real.shape).transpose(0, 1)
-
-    out = torch.nn.functional.scaled_dot_product_attention(
-        rows(query), rows(key), rows(value), is_causal=True, scale=scaling, enable_gqa=grouped
-    )  # (S, H, L, D)
-    return out.transpose(1, 2)[real][None], None
+    lengths, outs, positions = cu_seq_lens_q.diff(), [], []
+    size = lengths.log2().ceil()  # alike: within a factor of two
+    for one in size.unique():
+        own = lengths[size == one]  # (S,) of S sequences
+        offsets = torch.arange(int(own.max()), device=query.device)  # (L,)
+        real = offsets < own[:, None]  # (S, L); past its end a row reads its neighbour, unused
+        index = (cu_seq_lens_q[:-1][size == one][:, None] + offsets).clamp(max=query.shape[2] - 1)
+        rows = (x[0][:, index].transpose(0, 1) for x in (query, key, value))  # (S, heads, L, D) each
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *rows, is_causal=True, scale=scaling, enable_gqa=grouped
+        )  # (S, H, L, D)
+        outs.append(out.transpose(1, 2)[real])
+        positions.append(index[real])
+    return torch.cat(outs)[torch.cat(positions).argsort()][None], None
 
 
 AttentionInterface.register("sequence", sequence_attention)

@@ -11,8 +11,6 @@ from conftest import ROOT
 
 from bench.report import read_lines
 
-pytestmark = pytest.mark.figures  # four minutes: `pytest tests -m figures`
-
 
 def figures(script: str, folder: Path) -> str:
     argv = ["--quick", "--runs-dir", str(folder / "runs"), "--out", str(folder / "out")]
@@ -69,7 +67,11 @@ def test_table_has_every_system_with_what_was_expected_of_it_and_the_figures_are
         assert measured > 0 and predicted > 0
         assert 0.4 < measured / predicted < 2.5, "a few steps on a busy machine: only that it is no nonsense"
     (row,) = [line for line in text.splitlines() if line.startswith("| 32 |")]
-    assert re.search(r"\| \d+, \d+ \| [\d.]+|nan \| G=4: ", row), "virtual time, 32 cores"
+    number = r"([\d.]+|nan)"
+    assert re.match(rf"\| 32 \| \d+, \d+ \| [\d.]+ / [0-4] \| {number} \| {number}; {number} \| ", row), "virtual time"
+    (row,) = [line for line in text.splitlines() if line.startswith("| U(h) by decoding")]
+    u = [float(cell) for cell in row.strip("|").split("|")[1:]]
+    assert max(u) == 1.0 and u == sorted(u), "a larger batch makes more tokens a second"
     for name in ("learning", "lag", "batch", "virtual"):
         assert (compared / "out" / f"tiny_{name}.png").stat().st_size > 10_000
 

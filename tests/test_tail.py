@@ -19,11 +19,15 @@ spec.loader.exec_module(task)
 
 def test_demonstration_counts_down_writes_totals_and_the_answer():
     assert task.prompt_text((37, 6, 4)) == "37+6*4="
-    assert task.demonstration((37, 6, 4), random.Random(0)) == "4:43,3:49,2:55,1:61#61"
-    assert task.reward("4:43,3:49,2:55,1:61#61", {"answer": "61"}) == 1.0
-    assert task.reward("4:43,3:49,2:55,1:61#62", {"answer": "61"}) == task.reward("", {"answer": "61"}) == 0.0
+    assert task.demonstration((37, 6, 4), random.Random(0)) == "4:3,3:9,2:5,1:1#1"
+    assert task.reward("4:3,3:9,2:5,1:1#1", {"answer": "1"}) == 1.0
+    assert task.reward("4:3,3:9,2:5,1:1#2", {"answer": "1"}) == task.reward("", {"answer": "1"}) == 0.0
     wrong = task.demonstration((0, 1, 60), random.Random(0), error_rate=1.0)
-    assert "-" not in wrong and wrong.count(":") == 60 and not wrong.endswith("#60")
+    assert wrong.startswith("60:") and wrong.count(":") == 60 and not wrong.startswith("60:1,")
+    row = next(task.train_rows(0))
+    start, _, rest = row["prompt"][:-1].partition("+")
+    term, _, times = rest.partition("*")
+    assert row["answer"] == str((int(start) + int(term) * int(times)) % 10)
 
 
 def test_longest_completion_has_ten_times_the_mean_and_fits():

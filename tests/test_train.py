@@ -334,6 +334,9 @@ def test_training_flops_by_hand_and_against_a_count():
 def test_packed_log_probs_equal_those_of_each_sequence_alone():
     """For both attention paths: our own, and transformers' mask for models that need another kind of attention."""
     sequences = [Sequence(g.prompt.prompt_ids, r, 1.0, 1.0) for g in groups() for r in g.rollouts]
+    for n in (1, 90, 2, 14, 40):  # of other magnitudes, out of order
+        rollout = Rollout(torch.arange(n) % 10, torch.zeros(n), torch.zeros(n).long(), "stop", 1.0)
+        sequences.append(Sequence(torch.tensor([7, 10, 5]), rollout, 1.0, 1.0))
     packed = make_micro_batch(sequences)
     dense = Policy(AutoModelForCausalLM.from_pretrained(TINY.model).eval())
     for model in (load_policy(TINY.model, torch.float32, CPU), dense):

@@ -1,10 +1,10 @@
 """Repeated addition: the task of preset `tail`. Its lengths have a long tail, as those of reasoning have.
 
     prompt      37+6*4=
-    completion  4:43,3:49,2:55,1:61#61        how many terms are left, the running total, ..; the answer after '#'
+    completion  4:3,3:9,2:5,1:1#1        how many terms are left, the running total's last digit, ..; the answer
 
-How many terms there are follows a power law: more than half of the prompts have one, one in 140 has 60. So a completion
-has 22 tokens in the mean and 417 at the most, and who waits for the longest of a batch waits long.
+How many terms there are follows a power law: nearly half of the prompts have two, one in 170 has 60. So a completion has
+23 tokens in the mean and 293 at the most, and who waits for the longest of a batch waits long.
 """
 
 import random
@@ -12,14 +12,15 @@ import zlib
 from collections.abc import Iterator
 
 CHARACTERS = "0123456789+*=:,#"
-CONTEXT_TOKENS = 512
-ERROR_RATE = 0.25
+CONTEXT_TOKENS = 384
+ERROR_RATE = 0.3
 MOST_TERMS = 60
 
 
-def sample_problem(rng: random.Random) -> tuple[int, int, int]:
-    """(start, term, times), e.g. (37, 6, 4); times is at least n with probability n^-1.2, and 60 at the most."""
-    times = int((1 - rng.random()) ** (-1 / 1.2))
+def sample_problem(rng: random.Random, least: int = 1, power: float = 1.2) -> tuple[int, int, int]:
+    """(start, term, times), e.g. (37, 6, 4); times is n or more with probability (least / n)^power, and 60 at the most.
+    The defaults are those of the demonstrations that the base model learned from."""
+    times = int(least * (1 - rng.random()) ** (-1 / power))
     return rng.randint(0, 99), rng.randint(1, 9), min(MOST_TERMS, times)
 
 
@@ -30,16 +31,14 @@ def prompt_text(problem: tuple[int, int, int]) -> str:
 
 
 def demonstration(problem: tuple[int, int, int], rng: random.Random, error_rate: float = 0.0) -> str:
-    """(37, 6, 4) -> '4:43,3:49,2:55,1:61#61'; with probability `error_rate` a total is off by 1 to 3 and carried on."""
-    total, term, times = problem
+    """(37, 6, 4) -> '4:3,3:9,2:5,1:1#1'; with probability `error_rate` a digit is off by 1 to 3 and carried on."""
+    digit, term, times = problem
     written = []
     for left in range(times, 0, -1):
-        total += term
-        if rng.random() < error_rate:
-            offset = rng.randint(1, 3)
-            total += offset if total < offset or rng.random() < 0.5 else -offset
-        written.append(f"{left}:{total}")
-    return f"{','.join(written)}#{total}"
+        off = rng.choice([-3, -2, -1, 1, 2, 3]) if rng.random() < error_rate else 0
+        digit = (digit + term + off) % 10
+        written.append(f"{left}:{digit}")
+    return f"{','.join(written)}#{digit}"
 
 
 def is_held_out(prompt: str) -> bool:
@@ -50,13 +49,13 @@ def is_held_out(prompt: str) -> bool:
 def _rows(seed: int, held_out: bool) -> Iterator[dict]:
     rng = random.Random(seed)
     while True:
-        start, term, times = problem = sample_problem(rng)
+        start, term, times = problem = sample_problem(rng, least=2, power=1.5)
         if is_held_out(prompt_text(problem)) == held_out:
-            yield {"prompt": prompt_text(problem), "answer": str(start + term * times)}
+            yield {"prompt": prompt_text(problem), "answer": str((start + term * times) % 10)}
 
 
 def train_rows(seed: int) -> Iterator[dict]:
-    """Endless training rows {'prompt': '36+6*4=', 'answer': '60'}."""
+    """Endless training rows {'prompt': '36+6*4=', 'answer': '0'}."""
     return _rows(seed, held_out=False)
 
 
