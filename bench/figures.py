@@ -1,7 +1,7 @@
 """The paper's comparison on this machine: pipeline, async and conventional RL, real runs of `launch.py` with real vLLM.
 
     python bench/figures.py [--preset tiny] [--seeds 3] [--steps 100] [--g 1 4 8 16 32] [--quick]
-    python bench/figures.py --preset tail --target 0.75 --lag 32        # the longest completion 13 times the mean
+    python bench/figures.py --preset tail --target 0.75 --lag 32        # the longest completion 12 times the mean
 
 Pipeline and async take one core for generation and one for training; conventional takes both for each in turn (two
 engines, two trainer ranks). All see the same prompts, model, optimizer and number of steps. Runs go to --runs-dir and

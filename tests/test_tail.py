@@ -19,11 +19,11 @@ spec.loader.exec_module(task)
 
 def test_demonstration_counts_down_writes_totals_and_the_answer():
     assert task.prompt_text((37, 6, 4)) == "37+6*4="
-    assert task.demonstration((37, 6, 4), random.Random(0)) == "4:3,3:9,2:5,1:1#1"
-    assert task.reward("4:3,3:9,2:5,1:1#1", {"answer": "1"}) == 1.0
-    assert task.reward("4:3,3:9,2:5,1:1#2", {"answer": "1"}) == task.reward("", {"answer": "1"}) == 0.0
+    assert task.demonstration((37, 6, 4), random.Random(0)) == "+6=3:3+6=9:2+6=5:1+6=1:0#1"
+    assert task.reward("+6=3:1+6=9:0#9", {"answer": "9"}) == 1.0
+    assert task.reward("+6=3:1+6=9:0#3", {"answer": "9"}) == task.reward("", {"answer": "9"}) == 0.0
     wrong = task.demonstration((0, 1, 60), random.Random(0), error_rate=1.0)
-    assert wrong.startswith("60:") and wrong.count(":") == 60 and not wrong.startswith("60:1,")
+    assert wrong.count(":") == 60 and not wrong.startswith("+1=1:")
     row = next(task.train_rows(0))
     start, _, rest = row["prompt"][:-1].partition("+")
     term, _, times = rest.partition("*")

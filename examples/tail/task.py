@@ -1,18 +1,18 @@
 """Repeated addition: the task of preset `tail`. Its lengths have a long tail, as those of reasoning have.
 
     prompt      37+6*4=
-    completion  4:3,3:9,2:5,1:1#1        how many terms are left, the running total's last digit, ..; the answer
+    completion  +6=3:3+6=9:2+6=5:1+6=1:0#1      the term, the total's last digit, how many are left, ..; the answer
 
-How many terms there are follows a power law: nearly half of the prompts have two, one in 170 has 60. So a completion has
-23 tokens in the mean and 293 at the most, and who waits for the longest of a batch waits long.
+How many terms there are follows a power law: nearly half of the prompts have two, one in 170 has 60. So a completion
+has 33 tokens in the mean and 413 at the most, and who waits for the longest of a batch waits long.
 """
 
 import random
 import zlib
 from collections.abc import Iterator
 
-CHARACTERS = "0123456789+*=:,#"
-CONTEXT_TOKENS = 384
+CHARACTERS = "0123456789+*=:#"
+CONTEXT_TOKENS = 512
 ERROR_RATE = 0.3
 MOST_TERMS = 60
 
@@ -31,14 +31,14 @@ def prompt_text(problem: tuple[int, int, int]) -> str:
 
 
 def demonstration(problem: tuple[int, int, int], rng: random.Random, error_rate: float = 0.0) -> str:
-    """(37, 6, 4) -> '4:3,3:9,2:5,1:1#1'; with probability `error_rate` a digit is off by 1 to 3 and carried on."""
+    """(37, 6, 2) -> '+6=3:1+6=9:0#9'; with probability `error_rate` a digit is off by 1 to 3 and carried on."""
     digit, term, times = problem
-    written = []
-    for left in range(times, 0, -1):
+    text = ""
+    for left in reversed(range(times)):
         off = rng.choice([-3, -2, -1, 1, 2, 3]) if rng.random() < error_rate else 0
         digit = (digit + term + off) % 10
-        written.append(f"{left}:{digit}")
-    return f"{','.join(written)}#{digit}"
+        text += f"+{term}={digit}:{left}"
+    return f"{text}#{digit}"
 
 
 def is_held_out(prompt: str) -> bool:

@@ -6,7 +6,7 @@ it, and the wrong way often enough that its samples seldom do. One thread and on
 same kind of CPU gives the same bytes.
 
     python examples/tiny/make_model.py [--task examples/tiny] [--steps 1500] [--seed 0] [--out FOLDER]
-    python examples/tiny/make_model.py --task examples/tail --steps 800 --pool 8
+    python examples/tiny/make_model.py --task examples/tail --steps 1000 --pool 8
 """
 
 import argparse
