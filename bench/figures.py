@@ -158,7 +158,7 @@ def measure_decode(cfg: Config, batches: tuple[int, ...], core: int, results) ->
 
     wide = dataclasses.replace(cfg, actor=dataclasses.replace(cfg.actor, sequences=max(batches)))
     engine, seconds, beside = Engine(wide, seed=0, device="cpu"), {}, []
-    engine.sampling = functools.partial(engine.sampling, ignore_eos=True, stop_token_ids=[])
+    engine.sampling = functools.partial(engine.sampling, ignore_eos=True, stop_token_ids=[], max_tokens=64)
     rng = random.Random(0)
     for batch in batches:
         times, begin = [], time.monotonic()
