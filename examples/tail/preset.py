@@ -13,10 +13,10 @@ def preset() -> Config:
         name="tail",
         model=HERE / "model",
         data=(f"{HERE}/task.py:train_rows",),
-        steps=100,
+        steps=80,
         batch_size=128,
         group_size=8,
-        max_lag=16,
+        max_lag=24,
         reward=RewardConfig(function=f"{HERE}/task.py:reward"),
         actor=ActorConfig(
             sequences=128,

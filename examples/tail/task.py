@@ -3,8 +3,8 @@
     prompt      37+6*4=
     completion  +6=3:3+6=9:2+6=5:1+6=1:0#1      the term, the total's last digit, how many are left, ..; the answer
 
-How many terms there are follows a power law: nearly half of the prompts have two, one in 170 has 60. So a completion
-has 33 tokens in the mean and 413 at the most, and who waits for the longest of a batch waits long.
+How many terms there are follows a power law: more than half of the prompts have one or two, one in 85 has 60. So a
+completion has 33 tokens in the mean and 413 at the most, and who waits for the longest of a batch waits long.
 """
 
 import random
@@ -17,9 +17,9 @@ ERROR_RATE = 0.3
 MOST_TERMS = 60
 
 
-def sample_problem(rng: random.Random, least: int = 1, power: float = 1.2) -> tuple[int, int, int]:
+def sample_problem(rng: random.Random, least: float = 1, power: float = 1.2) -> tuple[int, int, int]:
     """(start, term, times), e.g. (37, 6, 4); times is n or more with probability (least / n)^power, and 60 at the most.
-    The defaults are those of the demonstrations that the base model learned from."""
+    The defaults are those of the demonstrations that the base model has learned from."""
     times = int(least * (1 - rng.random()) ** (-1 / power))
     return rng.randint(0, 99), rng.randint(1, 9), min(MOST_TERMS, times)
 
@@ -49,7 +49,7 @@ def is_held_out(prompt: str) -> bool:
 def _rows(seed: int, held_out: bool) -> Iterator[dict]:
     rng = random.Random(seed)
     while True:
-        start, term, times = problem = sample_problem(rng, least=2, power=1.5)
+        start, term, times = problem = sample_problem(rng, least=1.5, power=1.2)
         if is_held_out(prompt_text(problem)) == held_out:
             yield {"prompt": prompt_text(problem), "answer": str((start + term * times) % 10)}
 
