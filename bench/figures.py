@@ -20,11 +20,13 @@ import json
 import multiprocessing
 import os
 import platform
+import queue
 import random
 import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -80,6 +82,7 @@ class Finished:
 
     system: System
     seed: int
+    folder: Path
     steps: list[dict]
     actors: list[dict]
     rollouts: list[dict]
@@ -108,6 +111,16 @@ class Finished:
         """Time at which the reward first is that; nan if it never is."""
         at = np.flatnonzero(self.reward[SMOOTH - 1 :] >= target)
         return float(self.time_s[SMOOTH - 1 + at[0]]) if len(at) else np.nan
+
+    @property
+    def evaluation(self) -> Path:
+        """Folder of the evaluation of its last weights."""
+        return self.folder.parent / f"held-out-{self.folder.name}"
+
+    @functools.cached_property
+    def success(self) -> float:
+        """Held-out, sampled, of its last weights."""
+        return read_lines(self.evaluation / "evals.jsonl")[-1]["eval_accuracy"]
 
     @property
     def hand_over_s(self) -> float:
@@ -144,7 +157,28 @@ def run(system: System, seed: int, cfg: Config, args) -> Finished:
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\nended with exit code {done.returncode}:\n{done.stdout[-3000:]}")
         print(f"{system.name}, seed {seed}: {time.monotonic() - start:.0f} s", flush=True)
-    return Finished(system, seed, *(read_lines(folder / f"{name}.jsonl") for name in ("metrics", "actors", "rollouts")))
+    lines = [read_lines(folder / f"{name}.jsonl") for name in ("metrics", "actors", "rollouts")]
+    return Finished(system, seed, folder, *lines)
+
+
+def evaluate(runs: list[Finished], args) -> None:
+    """The last weights of each on held-out prompts, one run a core at a time; unless it is known."""
+
+    def one(of: Finished) -> None:
+        core = cores.get()
+        argv = ["--model", str(of.folder / "model"), "--runs-dir", str(args.runs_dir), "--name", of.evaluation.name]
+        argv += ["--overwrite", "--eval.prompts", str(args.prompts), "--actor.sequences", "128", "--log", "none"]
+        command = ["taskset", "-c", str(core), sys.executable, "launch.py", "eval", args.preset, *argv]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        cores.put(core)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)}\nended with exit code {done.returncode}:\n{done.stdout[-3000:]}")
+
+    cores: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for core in sorted(os.sched_getaffinity(0)):
+        cores.put(core)
+    with ThreadPoolExecutor(cores.qsize()) as pool:
+        list(pool.map(one, [of for of in runs if not read_lines(of.evaluation / "evals.jsonl")]))
 
 
 # ---------------------------------------------------------------- what the machine can do
@@ -322,16 +356,16 @@ def virtual(runs: dict[System, list[Finished]], cores: Cores, cfg: Config, args)
         cells += [f"{times[system]:.1f}; {times[system] / times[wide]:.2f}" for system in others]
         lines.append("| " + " | ".join([*cells, best_as_good(runs, times)]) + " |")
     about = f"The runs behind the pipeline's reward: {wide.in_flight} in flight, max_lag {wide.max_lag}, mean lag "
-    about += f"{median(run.mean('lag_mean') for run in runs[wide]):.1f}, final reward "
-    return [*lines, "", about + spread([run.reward[-1] for run in runs[wide]], ".3f")]
+    about += f"{median(run.mean('lag_mean') for run in runs[wide]):.1f}, held-out success "
+    return [*lines, "", about + spread([run.success for run in runs[wide]], ".3f")]
 
 
 def best_as_good(runs: dict[System, list[Finished]], times: dict[System, float]) -> str:
-    """Of the conventional ones that end with a reward at most 0.03 lower than the first's, the quickest: its time over
-    the first's."""
+    """Of the conventional ones whose held-out success is at most 0.03 lower than the first's, the quickest: its time
+    over the first's."""
     first = next(iter(runs))
-    least = median(run.reward[-1] for run in runs[first]) - 0.03
-    good = [s for s in runs if s.schedule == "conventional" and median(run.reward[-1] for run in runs[s]) >= least]
+    success = {system: median(run.success for run in found) for system, found in runs.items()}
+    good = [s for s in runs if s.schedule == "conventional" and success[s] >= success[first] - 0.03]
     best = min((s for s in good if np.isfinite(times[s])), key=times.get, default=None)
     return "none" if best is None else f"**{times[best] / times[first]:.2f}** (G={best.g})"
 
@@ -359,7 +393,7 @@ def table_of(runs: dict[System, list[Finished]], predicted: dict[System, float],
     """A line a system; gains are of medians, pipeline over the system in question."""
     first = next(iter(runs))
     heads = ["", "tokens/s", "predicted", "÷ predicted", "pipeline's gain", "predicted", "÷ predicted"]
-    heads += [f"s to reward {target:.2f}", "pipeline is faster by", "less hand-over", "hand-over, %", "final reward"]
+    heads += [f"s to reward {target:.2f}", "pipeline is faster by", "less hand-over", "hand-over, %", "held-out"]
     heads += ["lag mean / max", "ESS mean / min"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     rates = {system: median(run.tokens_per_s for run in found) for system, found in runs.items()}
@@ -382,12 +416,12 @@ def table_of(runs: dict[System, list[Finished]], predicted: dict[System, float],
             f"{times[system] / times[first]:.2f}",
             f"{median(efficient) / times[first]:.2f}",
             f"{100 * median(hand_over):.0f}" if system.schedule == "conventional" else "–",
-            spread([run.reward[-1] for run in found], ".3f"),
+            spread([run.success for run in found], ".3f"),
             f"{median(run.mean('lag_mean') for run in found):.2f} / {lag_max}",
             f"{median(run.mean('ess') for run in found):.3f} / {ess_min:.3f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    return [*lines, "", f"Against the quickest conventional one that ends as high: {best_as_good(runs, times)}"]
+    return [*lines, "", f"Against the quickest conventional one that ends as well: {best_as_good(runs, times)}"]
 
 
 # ---------------------------------------------------------------- figures
@@ -488,6 +522,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.seeds, args.steps, args.g, args.target = 1, 16, [4], 0.45
+    args.prompts = 64 if args.quick else 512
     args.batches = BATCHES[::5] if args.quick else BATCHES
     args.runs_dir, start = args.runs_dir.resolve(), time.monotonic()
     args.runs_dir.mkdir(parents=True, exist_ok=True)
@@ -512,6 +547,7 @@ def main() -> None:
     in_flight = max(split.sequences * split.generating for split in (cores.split(cfg, n, lag) for n in args.n))
     wide = System("pipeline", in_flight=in_flight, max_lag=lag)
     of_many = {wide: [run(wide, seed, cfg, args) for seed in range(args.seeds)]} | {s: runs[s] for s in systems[2:]}
+    evaluate([run for found in {**runs, **of_many}.values() for run in found], args)
     many, rates = virtual(of_many, cores, cfg, args), rates_of(cores, matmul_table(args))
     draw_learning(runs, args.out / f"{args.preset}_learning.png")
     draw_lag(runs, args.out / f"{args.preset}_lag.png")
