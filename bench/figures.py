@@ -355,6 +355,7 @@ def virtual(runs: dict[System, list[Finished]], cores: Cores, cfg: Config, args)
         cells.append(f"{times[wide]:.1f}")
         cells += [f"{times[system]:.1f}; {times[system] / times[wide]:.2f}" for system in others]
         lines.append("| " + " | ".join([*cells, best_as_good(runs, times)]) + " |")
+    finish(figure, axes, args.out / f"{args.preset}_virtual.png")
     about = f"The runs behind the pipeline's reward: {wide.in_flight} in flight, max_lag {wide.max_lag}, mean lag "
     about += f"{median(run.mean('lag_mean') for run in runs[wide]):.1f}, held-out success "
     return [*lines, "", about + spread([run.success for run in runs[wide]], ".3f")]
