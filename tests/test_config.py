@@ -36,7 +36,7 @@ def refused(capsys, *argv) -> str:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["tinny"], "unknown preset 'tinny': the first argument is one of gsm8k, math, smol, tiny (see --help)"),
+        (["tinny"], "unknown preset 'tinny': the first argument is one of gsm8k, math, smol, tail, tiny (see --help)"),
         (["tiny", "--train.learning-rate", "1"], "--train.learning-rate"),
         (["tiny", "--steps", "many"], "many"),
         (["tiny", "--actor.kv", "throw-away"], "throw-away"),
