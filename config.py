@@ -78,7 +78,7 @@ class PreprocessConfig:
     zero_variance: Literal["keep", "drop"] = "keep"  # Groups of equal rewards: advantage 0, or dropped and counted.
     truncated: Literal["train", "mask"] = "train"  # Samples cut at the limit: mask keeps them out of the loss.
     max_tokens_per_microbatch: int = 4096  # To which sequences are packed (a longer one has a micro-batch to itself).
-    order: Literal["started", "finished"] = "started"  # In which groups are trained (schedule.py).
+    order: Literal["started", "finished"] = "started"  # In which the pipeline trains groups (schedule.py).
     ready_batches: int = 4  # No new group starts while so many batches wait for the trainer or are in training.
 
 

@@ -1,7 +1,7 @@
 """The paper's comparison on this machine: pipeline, async and conventional RL, real runs of `launch.py` with real vLLM.
 
     python bench/figures.py [--preset tiny] [--seeds 3] [--steps 100] [--g 1 4 8 16 32] [--quick]
-    python bench/figures.py --preset tail --target 0.75 --lag 32        # the longest completion 12 times the mean
+    python bench/figures.py --preset tail --steps 80 --g 1 4 16 32 --target 0.75 --lag 48      # a long tail of lengths
 
 Pipeline and async take one core for generation and one for training; conventional takes both for each in turn (two
 engines, two trainer ranks). All see the same prompts, model, optimizer and number of steps. Runs go to --runs-dir and
@@ -52,7 +52,7 @@ class System:
     schedule: str
     g: int = 1
     in_flight: int = 0  # 0: the preset's
-    max_lag: int = 0  # the same
+    max_lag: int = 0  # of one with its own in_flight
 
     @property
     def name(self) -> str:
@@ -241,7 +241,6 @@ def decoding(cfg: Config, seed: int, args) -> Decoding:
         both = [results.get(timeout=300) for _ in processes]
         for process in processes:
             process.join()
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({batch: statistics.fmean(t[batch] for t in both) for batch in both[0]}))
     steps = {int(batch): seconds for batch, seconds in json.loads(path.read_text()).items()}
     return Decoding(beside=steps.pop(0), steps=steps)
@@ -283,8 +282,8 @@ def predict(system: System, cfg: Config, decode: Decoding, of: Finished, args) -
     made = tyro.cli(Config, default=cfg, args=[*system.argv(cfg), "--steps", str(args.steps)])
     per_token = seconds_per_token([of])
     publish = statistics.fmean(line["publish_s"] for line in of.steps)
-    sequences = made.actor.sequences
-    machine = Machine(made.actors, sequences, decode, lambda n: n * per_token + publish, start=decode.beside)
+    h = made.actor.sequences
+    machine = Machine(made.actors, h, decode, lambda tokens: tokens * per_token + publish, start=decode.beside)
     return simulated(made, machine, lengths_of(of))
 
 

@@ -25,14 +25,19 @@ def test_demonstration_counts_down_writes_totals_and_the_answer():
     wrong = task.demonstration((0, 1, 60), random.Random(0), error_rate=1.0)
     assert wrong.count(":") == 60 and not wrong.startswith("+1=1:")
     row = next(task.train_rows(0))
-    start, _, rest = row["prompt"][:-1].partition("+")
-    term, _, times = rest.partition("*")
-    assert row["answer"] == str((int(start) + int(term) * int(times)) % 10)
+    start, term, times = problem_of(row)
+    assert row["answer"] == str((start + term * times) % 10)
+
+
+def problem_of(row: dict) -> tuple[int, int, int]:
+    """{'prompt': '37+6*4=', ..} -> (37, 6, 4)"""
+    return tuple(map(int, row["prompt"].strip("=").replace("*", "+").split("+")))
 
 
 def test_longest_completion_has_ten_times_the_mean_and_fits():
     rng, tokenizer, cfg = random.Random(0), AutoTokenizer.from_pretrained(FOLDER / "model"), presets()["tail"]()
-    texts = [task.demonstration(task.sample_problem(rng), rng, task.ERROR_RATE) for _ in range(5000)]
+    rows = itertools.islice(task.train_rows(0), 5000)
+    texts = [task.demonstration(problem_of(row), rng, task.ERROR_RATE) for row in rows]
     assert max(map(len, texts)) > 10 * statistics.fmean(map(len, texts))
     longest = max(texts, key=len)
     assert tokenizer.decode(tokenizer.encode(longest)) == longest
@@ -54,7 +59,7 @@ def test_base_model_knows_how_and_yet_often_fails():
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER / "model", padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(FOLDER / "model").eval()
-    short = (row for row in task.held_out_rows(0) if int(row["prompt"][:-1].partition("*")[2]) <= 8)
+    short = (row for row in task.held_out_rows(0) if problem_of(row)[2] <= 8)
     rows = list(itertools.islice(short, 500))
     inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
     sampled = model.generate(**inputs, do_sample=True, top_k=0, top_p=1.0, max_new_tokens=80)

@@ -4,7 +4,8 @@
     python launch.py math
 
 The paper's settings: 1,000 optimizer steps of 1,024 samples, Adam at 1e-6, clamp 5, 64 sequences in flight a generation
-GPU; 48 GPUs generate and 80 train. Ours, where it names none: groups of 8, and answers of at most 8,192 tokens.
+GPU; 48 GPUs generate and 80 train. Ours, where it names none: groups of 8, trained as they finish, and answers of at
+most 8,192 tokens.
 """
 
 from pathlib import Path
