@@ -263,6 +263,21 @@ def test_groups_without_variance_are_kept_by_default_with_zero_advantage():
     assert not any(m.advantages.any() for m in batch.micro_batches)
 
 
+def test_finished_groups_overtake_and_the_samples_that_are_shown_come_from_all_places_of_a_batch():
+    """In order "finished" the first place is that of the oldest group, which is often a long one."""
+    one = preprocessor(changed(TINY, **SMALL, eval=dict(every=0), preprocess=dict(order="finished")))
+    one.issue_prompts()
+    prompts = [one.channels.prompts[0].get() for _ in range(6)]
+    for i in (3, 1, 0, 2):
+        one.take(scored(prompts[i], [0.0, 1.0, 0.0, 1.0], 0))
+        one.send_batches()
+    batches = [one.channels.batches[0].get() for _ in range(2)]
+    assert [batch.metrics["group_ids"] for batch in batches] == [[1, 3], [0, 2]]
+    assert [list(map(len, batch.metrics["completion_tokens"])) for batch in batches] == [[4, 4], [4, 4]]
+    reports = [one.channels.reports.get() for _ in range(len(one.channels.reports))]
+    assert [r.values["group_id"] for r in reports if r.kind == "rollout"] == [1, 2]
+
+
 def test_run_in_which_everything_is_filtered_ends_and_says_so():
     one = preprocessor(
         changed(TINY, batch_size=4, group_size=4, eval=dict(every=0), preprocess=dict(zero_variance="drop"))
