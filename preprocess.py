@@ -304,7 +304,7 @@ def main(cfg: Config, channels: Channels, start: Start, _: int, device_name: str
             preprocessor.take_back(actor)
         preprocessor.issue_eval()
         preprocessor.issue_prompts()
-        group = channels.rollouts.get(timeout_s=0.02)
+        group = channels.rollouts.get(timeout_s=0.005)  # not longer: new weights may have come that a phase waits for
         if group is not None and group.prompt.is_eval:
             preprocessor.take_eval(group)
         elif group is not None:

@@ -42,7 +42,7 @@ from model_files import copy_model_files
 from policy import load_policy, to_device
 from queues import Channels, MicroBatch, Report, StepBatch, Stopped
 from schedule import publishes
-from weights import A_DAY, BroadcastWeights, SharedMemoryWeights
+from weights import A_DAY, BroadcastWeights, SharedMemoryWeights, gathered
 
 # C completion tokens of a packed micro-batch enter the loss.
 
@@ -188,12 +188,11 @@ class Trainer:
         return {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # JSON has no infinity
 
     def weights(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every travelling weight, whole, one at a time. A collective: all ranks iterate together."""
-        for name in self.layout:
-            yield name, full(self.parameters[name].detach().to(dtype))
+        """Every travelling weight, whole. A collective: all ranks iterate together."""
+        return gathered(((name, self.parameters[name].detach()) for name in self.layout), dtype)
 
     def publish(self, channel: SharedMemoryWeights | BroadcastWeights, version: int) -> None:
-        """A collective: weights are cast to the engine's dtype, then gathered and written one at a time."""
+        """A collective: weights are cast to the engine's dtype, then gathered and written."""
         weights = self.weights(getattr(torch, self.cfg.actor.dtype))
         try:
             if self.rank == 0:

@@ -70,7 +70,9 @@ def make_channels(cfg: Config, context, link=None) -> Channels:
     batch_bytes = row_bytes + cfg.batch_size * (44 * (prompt_tokens + completion_tokens) + 1024)
 
     layout, dtype = model_layout(cfg.model), cfg.actor.dtype
-    ready = cfg.preprocess.ready_batches if cfg.schedule == "pipeline" else cfg.phase_steps
+    ready, waiting = cfg.preprocess.ready_batches, 4  # batches; groups for an actor
+    if cfg.schedule != "pipeline":  # a phase: all that it is made of is known when it begins
+        ready, waiting = cfg.phase_steps, cfg.phase_steps * cfg.groups_per_batch
 
     def local(name: str, slots: int, slot_bytes: int) -> Queue:
         return SharedMemoryQueue(name, slots, slot_bytes, context, stop)
@@ -79,7 +81,7 @@ def make_channels(cfg: Config, context, link=None) -> Channels:
         return link.queue(name, slots, stop, producers) if link else local(name, slots, slot_bytes)
 
     return Channels(
-        prompts=[queue(f"prompts for actor {i}", 4, group_bytes) for i in range(cfg.actors)],
+        prompts=[queue(f"prompts for actor {i}", waiting, group_bytes) for i in range(cfg.actors)],
         eval_prompts=queue("held-out prompts", 2 * cfg.eval.prompts, group_bytes),
         completions=queue("completions", 64, group_bytes, cfg.actors),
         rollouts=local("rollouts", 64, group_bytes),

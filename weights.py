@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memory import SharedMemory
@@ -94,6 +95,38 @@ class Background(threading.Thread):
         if self.error:
             raise self.error
         return self._result
+
+
+def gathered(
+    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors, cast; those that FSDP2 has sharded in rows are made whole, as many in one collective as fill a
+    bucket (one each takes gloo a millisecond). All ranks iterate together."""
+    bucket: dict[str, DTensor] = {}
+    for name, tensor in tensors:
+        if not isinstance(tensor, DTensor):
+            yield name, tensor.to(dtype)
+            continue
+        bucket[name] = tensor
+        if sum(tensor.numel() for tensor in bucket.values()) * dtype.itemsize >= bucket_bytes:
+            yield from _gather(bucket, dtype)
+            bucket.clear()
+    if bucket:
+        yield from _gather(bucket, dtype)
+
+
+def _gather(bucket: dict[str, DTensor], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    mesh, parts = next(iter(bucket.values())).device_mesh, []
+    for tensor in bucket.values():
+        local, rows = tensor.to_local(), -(-len(tensor) // mesh.size())  # the last ranks may have fewer, or none
+        padding = local.new_zeros(rows - len(local), *local.shape[1:])
+        parts.append(torch.cat([local, padding]).to(dtype).flatten())
+    mine = torch.cat(parts)
+    every = mine.new_empty(mesh.size() * len(mine))
+    dist.all_gather_into_tensor(every, mine, group=mesh.get_group())
+    columns = every.view(mesh.size(), -1).split([len(part) for part in parts], dim=1)
+    for (name, tensor), column in zip(bucket.items(), columns, strict=True):
+        yield name, column.reshape(-1, *tensor.shape[1:])[: len(tensor)]
 
 
 class SharedMemoryWeights:

@@ -8,8 +8,10 @@ engines, two trainer ranks). All see the same prompts, model, optimizer and numb
 are kept: a second call only draws. Tables and PNGs go to --out. Time counts from when every engine decodes.
 
 The prediction beside each throughput is bench/simulate.py's, from the lengths of the run, its own time to train on a
-token, and two measurements made before each seed's runs, on both cores at once, for the machine is not every hour the
-same: the time of a decode step against its batch, and what a sequence takes beside.
+token, and two measurements made before and after each run, on both cores at once, for a shared machine is not every
+minute the same: the time of a decode step against its batch, and what a sequence takes beside.
+
+bench/kl.py, which this calls too, draws the divergence against lag and one rollout token by token.
 """
 
 import argparse
@@ -86,6 +88,7 @@ class Finished:
     steps: list[dict]
     actors: list[dict]
     rollouts: list[dict]
+    decode: "Decoding"
 
     @property
     def up_s(self) -> float:
@@ -144,11 +147,12 @@ class Finished:
         return statistics.fmean(line[key] for line in self.steps if line[key] is not None)
 
 
-def run(system: System, seed: int, cfg: Config, args) -> Finished:
-    """Start it, unless it is there already."""
+def run(system: System, seed: int, cfg: Config, decoders: "Decoders", args) -> Finished:
+    """Start it, unless it is there already; what the machine can do is measured before and after."""
     name = f"{args.preset}-{system.name.replace(' ', '-')}-{args.steps}-{seed}"
-    folder = args.runs_dir / name
-    if len(read_lines(folder / "metrics.jsonl")) < args.steps:
+    folder, measured = args.runs_dir / name, args.runs_dir / f"{name}-decode.json"
+    if len(read_lines(folder / "metrics.jsonl")) < args.steps or not measured.exists():
+        before = decoders.last or decoders.measure()
         argv = ["--runs-dir", str(args.runs_dir), "--name", name, "--overwrite", "--seed", str(seed)]
         argv += ["--steps", str(args.steps), "--eval.every", "0", "--show-every", "0", "--log", "none"]
         command = [sys.executable, "launch.py", args.preset, *argv, *system.argv(cfg)]
@@ -157,8 +161,11 @@ def run(system: System, seed: int, cfg: Config, args) -> Finished:
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\nended with exit code {done.returncode}:\n{done.stdout[-3000:]}")
         print(f"{system.name}, seed {seed}: {time.monotonic() - start:.0f} s", flush=True)
+        Decoding.mean([before, decoders.measure()]).write(measured)
+    else:
+        decoders.last = None  # whatever was measured was measured before a pause
     lines = [read_lines(folder / f"{name}.jsonl") for name in ("metrics", "actors", "rollouts")]
-    return Finished(system, seed, folder, *lines)
+    return Finished(system, seed, folder, *lines, Decoding.read(measured))
 
 
 def evaluate(runs: list[Finished], args) -> None:
@@ -167,7 +174,8 @@ def evaluate(runs: list[Finished], args) -> None:
     def one(of: Finished) -> None:
         core = cores.get()
         argv = ["--model", str(of.folder / "model"), "--runs-dir", str(args.runs_dir), "--name", of.evaluation.name]
-        argv += ["--overwrite", "--eval.prompts", str(args.prompts), "--actor.sequences", "128", "--log", "none"]
+        argv += ["--overwrite", "--eval.prompts", str(args.prompts), "--eval.samples", "4"]
+        argv += ["--actor.sequences", "128", "--log", "none"]
         command = ["taskset", "-c", str(core), sys.executable, "launch.py", "eval", args.preset, *argv]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         cores.put(core)
@@ -184,39 +192,12 @@ def evaluate(runs: list[Finished], args) -> None:
 # ---------------------------------------------------------------- what the machine can do
 
 
-def measure_decode(cfg: Config, batches: tuple[int, ...], core: int, results) -> None:
-    """Seconds of a decode step against its batch, and under 0 what a sequence takes beside; in a process of its own."""
-    Place("cpu", (core,), 1).enter()
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    from actor import Engine
-
-    wide = dataclasses.replace(cfg, actor=dataclasses.replace(cfg.actor, sequences=max(batches)))
-    engine, seconds, beside = Engine(wide, seed=0, device="cpu"), {}, []
-    engine.sampling = functools.partial(engine.sampling, ignore_eos=True, stop_token_ids=[], max_tokens=64)
-    rng = random.Random(0)
-    for batch in batches:
-        times, begin = [], time.monotonic()
-        while len(times) < 100 and time.monotonic() < begin + 3.0:
-            whole, steps = time.monotonic(), []
-            for _ in range(batch):
-                engine.submit([rng.randint(1, 10) for _ in range(10)], 1.0)
-            while engine.engine.has_unfinished_requests():
-                step = time.monotonic()
-                engine.step()
-                steps.append(time.monotonic() - step)
-            times += steps[1:-1]
-            beside.append((batch, (time.monotonic() - whole - len(steps) * statistics.median(steps)) / batch))
-        seconds[batch] = statistics.median(times)
-    of_many = [each for batch, each in beside if batch >= 32]
-    results.put({0: max(0.0, statistics.median(of_many))} | seconds)
-
-
 @dataclasses.dataclass(frozen=True)
 class Decoding:
     """Of one engine on one core."""
 
     steps: dict[int, float]  # batch -> seconds of a decode step
-    beside: float  # seconds a sequence takes beside its steps
+    beside: float  # seconds a sequence takes beside its steps: prefill, bookkeeping
 
     def __call__(self, h: int) -> float:
         """Seconds of a decode step, linear between what was measured."""
@@ -227,23 +208,78 @@ class Decoding:
         steps = {batch: statistics.fmean(one.steps[batch] for one in of) for batch in of[0].steps}
         return cls(steps, statistics.fmean(one.beside for one in of))
 
+    @classmethod
+    def read(cls, path: Path) -> "Decoding":
+        values = json.loads(path.read_text())
+        return cls({int(batch): seconds for batch, seconds in values["steps"].items()}, values["beside"])
 
-def decoding(cfg: Config, seed: int, args) -> Decoding:
-    """Measured while the other core decodes too. Kept beside the runs."""
-    path = args.runs_dir / f"{args.preset}-decode-{len(args.batches)}-{seed}.json"
-    if not path.exists():
-        context = multiprocessing.get_context("spawn")
-        results = context.Queue()
-        cores = sorted(os.sched_getaffinity(0))[:2]
-        processes = [context.Process(target=measure_decode, args=(cfg, args.batches, c, results)) for c in cores]
-        for process in processes:
-            process.start()
-        both = [results.get(timeout=300) for _ in processes]
-        for process in processes:
-            process.join()
-        path.write_text(json.dumps({batch: statistics.fmean(t[batch] for t in both) for batch in both[0]}))
-    steps = {int(batch): seconds for batch, seconds in json.loads(path.read_text()).items()}
-    return Decoding(beside=steps.pop(0), steps=steps)
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+
+
+def measure_decode(engine, batches: tuple[int, ...]) -> Decoding:
+    """With completions of 32 tokens; half a second a batch, or one round of it."""
+    seconds, beside, rng = {}, [], random.Random(0)
+    for batch in batches:
+        times, begin = [], time.monotonic()
+        while not times or time.monotonic() < begin + 0.5:
+            whole, steps = time.monotonic(), []
+            for _ in range(batch):
+                engine.submit([rng.randint(1, 10) for _ in range(10)], 1.0)
+            while engine.engine.has_unfinished_requests():
+                step = time.monotonic()
+                engine.step()
+                steps.append(time.monotonic() - step)
+            times += steps[1:-1]
+            beside.append((batch, (time.monotonic() - whole - len(steps) * statistics.median(steps)) / batch))
+        seconds[batch] = statistics.median(times)
+    return Decoding(seconds, max(0.0, statistics.median([each for batch, each in beside if batch >= 32])))
+
+
+def keep_engine(cfg: Config, batches: tuple[int, ...], core: int, orders, results) -> None:
+    """A process of its own: an engine, a measurement for every order."""
+    Place("cpu", (core,), 1).enter()
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    from actor import Engine
+
+    engine = Engine(dataclasses.replace(cfg, actor=dataclasses.replace(cfg.actor, sequences=max(batches))), 0, "cpu")
+    engine.sampling = functools.partial(engine.sampling, ignore_eos=True, stop_token_ids=[], max_tokens=32)
+    while orders.get():
+        results.put(measure_decode(engine, batches))
+
+
+class Decoders:
+    """An engine on each of two cores; both measure at once, and take no time in between. Started when needed."""
+
+    def __init__(self, cfg: Config, batches: tuple[int, ...]):
+        self.cfg, self.batches, self.context = cfg, batches, multiprocessing.get_context("spawn")
+        self.orders, self.results = [], self.context.Queue()
+        self.last: Decoding | None = None
+
+    def measure(self) -> Decoding:
+        if not self.orders:
+            for core in sorted(os.sched_getaffinity(0))[:2]:
+                self.orders.append(self.context.Queue())
+                what = (self.cfg, self.batches, core, self.orders[-1], self.results)
+                self.context.Process(target=keep_engine, args=what, daemon=True).start()
+        for orders in self.orders:
+            orders.put(True)
+        self.last = Decoding.mean([self.results.get(timeout=300) for _ in self.orders])
+        return self.last
+
+    def close(self) -> None:
+        for orders in self.orders:
+            orders.put(False)
+
+
+def draw_divergence(args) -> None:
+    """bench/kl.py, in a process of its own: it has an engine."""
+    command = [sys.executable, "bench/kl.py", "--preset", args.preset, *(["--quick"] if args.quick else [])]
+    command += ["--runs-dir", str(args.runs_dir), "--out", str(args.out.resolve())]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\nended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+    print(done.stdout, end="")
 
 
 def matmul_table(args) -> dict[int, float]:
@@ -275,15 +311,15 @@ def seconds_per_token(runs: list[Finished]) -> float:
     return sum(line["train_s"] for line in steps) / sum(line["tokens"] for line in steps)
 
 
-def predict(system: System, cfg: Config, decode: Decoding, of: Finished, args) -> Trace:
+def predict(cfg: Config, of: Finished, args) -> Trace:
     """The run as bench/simulate.py sees it: its lengths, its time to train on a token, the machine's decode steps."""
     import tyro
 
-    made = tyro.cli(Config, default=cfg, args=[*system.argv(cfg), "--steps", str(args.steps)])
+    made = tyro.cli(Config, default=cfg, args=[*of.system.argv(cfg), "--steps", str(args.steps)])
     per_token = seconds_per_token([of])
     publish = statistics.fmean(line["publish_s"] for line in of.steps)
-    h = made.actor.sequences
-    machine = Machine(made.actors, h, decode, lambda tokens: tokens * per_token + publish, start=decode.beside)
+    train = lambda tokens: tokens * per_token + publish  # noqa: E731
+    machine = Machine(made.actors, made.actor.sequences, of.decode, train, start=of.decode.beside)
     return simulated(made, machine, lengths_of(of))
 
 
@@ -522,31 +558,30 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.seeds, args.steps, args.g, args.target = 1, 16, [4], 0.45
-    args.prompts = 64 if args.quick else 512
+    args.prompts = 64 if args.quick else 512  # held out, four samples each
     args.batches = BATCHES[::5] if args.quick else BATCHES
     args.runs_dir, start = args.runs_dir.resolve(), time.monotonic()
     args.runs_dir.mkdir(parents=True, exist_ok=True)
     cfg = presets()[args.preset]()
     systems = [System("pipeline"), System("async", args.g[min(1, len(args.g) - 1)])]
     systems += [System("conventional", g) for g in args.g]
-    decode, runs = [], {system: [] for system in systems}
+    runs, decoders = {system: [] for system in systems}, Decoders(cfg, args.batches)
     for seed in range(args.seeds):  # in turns: whatever else the machine does it does to all
-        decode.append(decoding(cfg, seed, args))
         for system in systems:
-            runs[system].append(run(system, seed, cfg, args))
-    predicted = {
-        system: median(
-            predict(system, cfg, decode[of.seed], of, args).tokens_per_time(system.begin(args.steps)) for of in found
-        )
-        for system, found in runs.items()
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
+            runs[system].append(run(system, seed, cfg, decoders, args))
+    draw_divergence(args)
+    compared_s = time.monotonic() - start
+    rate_of = lambda of: predict(cfg, of, args).tokens_per_time(of.system.begin(args.steps))  # noqa: E731
+    predicted = {system: median(map(rate_of, found)) for system, found in runs.items()}
     ours = runs[systems[0]]
-    cores = Cores(Decoding.mean(decode), seconds_per_token(ours), lengths_of(ours[0]))
+    decode = Decoding.mean([of.decode for found in runs.values() for of in found])
+    cores = Cores(decode, seconds_per_token(ours), lengths_of(ours[0]))
     lag = args.lag or cfg.max_lag
     in_flight = max(split.sequences * split.generating for split in (cores.split(cfg, n, lag) for n in args.n))
     wide = System("pipeline", in_flight=in_flight, max_lag=lag)
-    of_many = {wide: [run(wide, seed, cfg, args) for seed in range(args.seeds)]} | {s: runs[s] for s in systems[2:]}
+    of_many = {wide: [run(wide, seed, cfg, decoders, args) for seed in range(args.seeds)]}
+    of_many |= {system: runs[system] for system in systems[2:]}
+    decoders.close()
     evaluate([run for found in {**runs, **of_many}.values() for run in found], args)
     many, rates = virtual(of_many, cores, cfg, args), rates_of(cores, matmul_table(args))
     draw_learning(runs, args.out / f"{args.preset}_learning.png")
@@ -560,7 +595,8 @@ def main() -> None:
     text = "\n".join([about, "", *table_of(runs, predicted, args.target), "", *many, "", *rates, ""])
     (args.out / f"{args.preset}.md").write_text(text)
     print(text)
-    print(f"this call took {(time.monotonic() - start) / 60:.1f} minutes")
+    took = f"this call took {(time.monotonic() - start) / 60:.1f} minutes, {compared_s / 60:.1f} of them for the runs "
+    print(took + "that are compared and the divergence, the rest for held-out success and the virtual cores")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,19 +73,19 @@ class Versions:
         self.at = version
         return self.policy
 
-    def logprobs(self, version: int, prompt_ids: list[int], completion_ids: list[int]) -> list[float]:
-        """log π of a completion, a token."""
+    def logprobs(self, version: int, prompts: list[list[int]], rollouts: list) -> Iterator:
+        """Log π and log μ of every completion token: pairs of tensors, a micro-batch each."""
         import torch
 
-        from queues import MicroBatch
+        from packing import Sequence, make_micro_batch, pack
 
-        ids = torch.tensor(prompt_ids + completion_ids)
-        mask = torch.arange(len(ids)) >= len(prompt_ids)
-        zeros = torch.zeros(len(ids))
-        batch = MicroBatch(ids, torch.arange(len(ids)), mask, zeros, zeros.long(), zeros, zeros, None)
-        with torch.no_grad():
-            logprobs, _ = self.load(version)(batch, self.cfg.actor.temperature)
-        return logprobs.tolist()
+        policy = self.load(version)
+        pairs = zip(prompts, rollouts, strict=True)
+        sequences = [Sequence(torch.tensor(prompt), rollout, 0.0, 1.0) for prompt, rollout in pairs]
+        for indices in pack([len(s) for s in sequences], 2048, ranks=1)[0]:
+            micro_batch = make_micro_batch([sequences[i] for i in indices])
+            with torch.no_grad():
+                yield policy(micro_batch, self.cfg.actor.temperature)[0], micro_batch.logprobs[micro_batch.mask]
 
 
 @dataclass
@@ -132,11 +133,9 @@ class Sampler:
 
 def divergence(versions: Versions, version: int, prompts: list[list[int]], rollouts: list) -> float:
     """KL of what was sampled from the policy of `version`, a token."""
-    import torch
-
     estimates = []
-    for prompt, rollout in zip(prompts, rollouts, strict=True):
-        d = torch.tensor(versions.logprobs(version, prompt, rollout.completion_ids.tolist())) - rollout.logprobs
+    for pi, mu in versions.logprobs(version, prompts, rollouts):
+        d = pi - mu
         estimates += (d.exp() - 1 - d).tolist()
     return statistics.fmean(estimates)
 
@@ -178,24 +177,26 @@ def draw(found: dict, args, path: Path) -> None:
 
 
 def most_versions(rollouts: list[dict]) -> dict:
-    """The rollout that most versions have written, and of those the longest."""
-    return max(rollouts, key=lambda line: (len(set(line["versions"])), len(line["tokens"])))
+    """The rollout that most versions have written, and of those the longest; one that fits a screen, if there is."""
+    fit = [line for line in rollouts if len(line["tokens"]) <= 128]
+    return max(fit or rollouts, key=lambda line: (len(set(line["versions"])), len(line["tokens"])))
 
 
 def with_ratios(cfg: Config, folder: Path, rollout: dict) -> dict:
     """`rollout` and, a token, its lag and its ratio π/μ, π being the policy of the step that trained on it."""
-    import math
-
+    import torch
     from transformers import AutoTokenizer
 
     from data import encoded_prompts
+    from queues import Rollout
 
     tokenizer = AutoTokenizer.from_pretrained(cfg.model)
     rows = encoded_prompts(cfg, cfg.data, tokenizer, Counter(), seed=cfg.seed)
     prompt_ids = next(ids for number, ids, _ in rows if number == rollout["group_id"])
     current = rollout["step"] - 1
-    logprobs = Versions(cfg, folder).logprobs(current, prompt_ids, rollout["token_ids"])
-    ratios = [math.exp(pi - mu) for pi, mu in zip(logprobs, rollout["logprobs"], strict=True)]
+    kept = Rollout(*(torch.tensor(rollout[key]) for key in ("token_ids", "logprobs", "versions")), "stop")
+    ((pi, mu),) = Versions(cfg, folder).logprobs(current, [prompt_ids], [kept])
+    ratios = (pi - mu).exp().tolist()
     return rollout | {"lags": [current - version for version in rollout["versions"]], "ratios": ratios}
 
 

@@ -12,19 +12,13 @@ from conftest import ROOT
 from bench.report import read_lines
 
 
-def figures(script: str, folder: Path) -> str:
-    argv = ["--quick", "--runs-dir", str(folder / "runs"), "--out", str(folder / "out")]
-    done = subprocess.run(
-        [sys.executable, f"bench/{script}", *argv], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("figures")
-    (folder / "stdout").write_text(figures("figures.py", folder))
+    argv = ["bench/figures.py", "--quick", "--runs-dir", str(folder / "runs"), "--out", str(folder / "out")]
+    done = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    (folder / "stdout").write_text(done.stdout)
     return folder
 
 
@@ -76,23 +70,22 @@ def test_table_has_every_system_with_what_was_expected_of_it_and_the_figures_are
         assert (compared / "out" / f"tiny_{name}.png").stat().st_size > 10_000
 
 
-def test_divergence_is_nothing_on_policy_and_a_rollout_is_drawn_token_by_token(tmp_path):
-    figures("kl.py", tmp_path)
-    found = json.loads((tmp_path / "out" / "tiny_kl.json").read_text())
+def test_divergence_is_nothing_on_policy_and_a_rollout_is_drawn_token_by_token(compared):
+    found = json.loads((compared / "out" / "tiny_kl.json").read_text())
     assert found.pop("lags")[0] == 0 and len(found) == 3
     for curves in found.values():
         assert set(curves) == {"conventional", "kept", "recomputed"}
         for values in curves.values():
             assert values[0] < 1e-6 and min(values) >= 0, "sampled by the very weights it is held against"
         assert curves["conventional"][-1] > 10 * curves["conventional"][0], "other weights are another policy"
-    page = (tmp_path / "out" / "tiny_rollout.html").read_text()
+    page = (compared / "out" / "tiny_rollout.html").read_text()
     (rollout,) = [
-        line for line in read_lines(tmp_path / "runs" / "tiny-versions-12" / "rollouts.jsonl")
+        line for line in read_lines(compared / "runs" / "tiny-versions-12" / "rollouts.jsonl")
         if f"trained at step {line['step']}<" in page and repr(line["prompt"]).strip("'") in page
     ]  # fmt: skip
     cells = re.findall(r"<td.*?<b>(.*?)</b><br>v(\d+)<br>lag (-?\d+)<br>([\d.]+)</td>", page)
     assert [int(version) for _, version, _, _ in cells] == rollout["versions"]
     assert [int(lag) for _, _, lag, _ in cells] == [rollout["step"] - 1 - version for version in rollout["versions"]]
     assert all(0.2 < float(ratio) < 5 for *_, ratio in cells)
-    assert (tmp_path / "out" / "tiny_rollout.png").stat().st_size > 5_000
-    assert (tmp_path / "out" / "tiny_kl.png").stat().st_size > 10_000
+    assert (compared / "out" / "tiny_rollout.png").stat().st_size > 5_000
+    assert (compared / "out" / "tiny_kl.png").stat().st_size > 10_000

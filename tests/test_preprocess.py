@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import multiprocessing
 import random
 
 import pytest
@@ -15,6 +16,7 @@ from life import ActorState
 from packing import Sequence, make_micro_batch, pack
 from preprocess import Preprocessor, batch_metrics, group_advantages, has_no_variance, length_penalty, make_step_batches
 from queues import Channels, Prompt, Rollout, RolloutGroup
+from transport import make_channels
 
 TINY = presets()["tiny"]()
 
@@ -310,6 +312,15 @@ def test_truncated_fraction_counts_length_only():
     reasons = ["stop", "length", "stop", "stop"]
     rollouts = [dataclasses.replace(r, finish_reason=f) for r, f in zip(batch_groups[0].rollouts, reasons, strict=True)]
     assert batch_metrics(TINY, [RolloutGroup(batch_groups[0].prompt, rollouts)], [])["truncated_fraction"] == 0.25
+
+
+def test_phase_is_issued_at_once_so_that_its_engines_begin_with_full_batches():
+    phases = dict(schedule="conventional", phase_steps=4, max_lag=None, actors=2, trainers=2)
+    cfg = changed(TINY, **phases, eval=dict(every=0))
+    one, real = preprocessor(cfg), make_channels(cfg, multiprocessing.get_context("spawn"))
+    one.channels = dataclasses.replace(one.channels, prompts=real.prompts)
+    one.issue_prompts()
+    assert [len(queue) for queue in one.channels.prompts] == [2 * cfg.groups_per_batch] * 2
 
 
 # ---------------------------------------------------------------- actors that die

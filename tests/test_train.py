@@ -7,7 +7,10 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import changed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +22,7 @@ from policy import HeadLogprobs, Policy, load_policy
 from preprocess import make_step_batches
 from queues import MicroBatch, Prompt, Rollout, RolloutGroup, StepBatch
 from train import Trainer, full, learning_rate, policy_loss, step_metrics
-from weights import Flat, SharedMemoryWeights
+from weights import Flat, SharedMemoryWeights, gathered
 
 CPU = torch.device("cpu")
 TINY = presets()["tiny"]()
@@ -193,12 +196,28 @@ def test_publish_that_fails_leaves_no_rank_waiting_for_another():
     assert gathered == list(one.layout)
 
 
+def gather_in_buckets(monkeypatch) -> None:
+    """Of one row, an even and an odd number of them: all as they were, in as few collectives as asked."""
+    mesh, collectives = init_device_mesh("cpu", (2,)), []
+    plain = {f"{rows} rows": torch.randn(rows, 3, generator=torch.Generator().manual_seed(rows)) for rows in (1, 4, 5)}
+    shards = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in plain.items()}
+    gather = dist.all_gather_into_tensor
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *a, **k: collectives.append(1) or gather(*a, **k))
+    for bucket_bytes, count in ((1, 3), (5 * 3 * 2, 2), (2**20, 1)):
+        collectives.clear()
+        whole = dict(gathered(shards.items(), torch.bfloat16, bucket_bytes))
+        assert list(whole) == list(plain) and len(collectives) == count
+        assert all(torch.equal(whole[name], tensor.bfloat16()) for name, tensor in plain.items())
+
+
 def _rank(rank: int, folder, results) -> None:
     import train
 
     torch.set_num_threads(1)
     cfg = changed(TINY, trainers=2, runs_dir=folder, name="two", train=dict(activation_checkpointing=True))
     train.init_process_group(cfg, rank, CPU)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gather_in_buckets(monkeypatch)
     one = trainer(cfg, rank)
     grads, metrics = gradient(one, cut(150, ranks=2)[rank])
     one.policy.zero_grad()
