@@ -53,8 +53,8 @@ class System:
 
     schedule: str
     g: int = 1
-    in_flight: int = 0  # 0: the preset's
-    max_lag: int = 0  # of one with its own in_flight
+    in_flight: int = 0  # of a pipeline for more cores, with its max_lag; 0: both are the preset's
+    max_lag: int = 0
 
     @property
     def name(self) -> str:
@@ -358,8 +358,8 @@ class Cores:
         engines one by one (a group of 8 on one engine would leave most of 128 idle)."""
         cfg = dataclasses.replace(cfg, group_size=1, steps=steps)
         if system.schedule == "pipeline":
-            split = self.split(cfg, n, system.max_lag)
-            made = dataclasses.replace(cfg, max_lag=system.max_lag)
+            made = dataclasses.replace(cfg, max_lag=system.max_lag or cfg.max_lag)
+            split = self.split(cfg, n, made.max_lag)
             engines, sequences, trainers = split.generating, split.sequences, n - split.generating
         else:
             made = dataclasses.replace(cfg, schedule="conventional", phase_steps=system.g, max_lag=None)
@@ -385,13 +385,14 @@ def virtual(runs: dict[System, list[Finished]], cores: Cores, cfg: Config, args)
             at = np.flatnonzero(rewards[SMOOTH - 1 :] >= args.target)
             times[system] = clock[SMOOTH - 1 + at[0]] if len(at) else np.nan
         ax.set(xlabel="virtual seconds", ylabel="reward", title=f"N = {n}")
-        split, lags = cores.split(cfg, n, wide.max_lag), np.concatenate(traces[wide].lags)
+        split, lags = cores.split(cfg, n, wide.max_lag or cfg.max_lag), np.concatenate(traces[wide].lags)
         cells = [f"{n}", f"{split.sequences}, {split.generating}", f"{lags.mean():.1f} / {lags.max()}"]
         cells.append(f"{times[wide]:.1f}")
         cells += [f"{times[system]:.1f}; {times[system] / times[wide]:.2f}" for system in others]
         lines.append("| " + " | ".join([*cells, best_as_good(runs, times)]) + " |")
     finish(figure, axes, args.out / f"{args.preset}_virtual.png")
-    about = f"The runs behind the pipeline's reward: {wide.in_flight} in flight, max_lag {wide.max_lag}, mean lag "
+    about = f"The runs behind the pipeline's reward: {wide.in_flight or cfg.actor.sequences} in flight, max_lag "
+    about += f"{wide.max_lag or cfg.max_lag}, mean lag "
     about += f"{median(run.mean('lag_mean') for run in runs[wide]):.1f}, held-out success "
     return [*lines, "", about + spread([run.success for run in runs[wide]], ".3f")]
 
@@ -578,7 +579,7 @@ def main() -> None:
     cores = Cores(decode, seconds_per_token(ours), lengths_of(ours[0]))
     lag = args.lag or cfg.max_lag
     in_flight = max(split.sequences * split.generating for split in (cores.split(cfg, n, lag) for n in args.n))
-    wide = System("pipeline", in_flight=in_flight, max_lag=lag)
+    wide = systems[0] if args.quick else System("pipeline", in_flight=in_flight, max_lag=lag)
     of_many = {wide: [run(wide, seed, cfg, decoders, args) for seed in range(args.seeds)]}
     of_many |= {system: runs[system] for system in systems[2:]}
     decoders.close()
@@ -590,7 +591,9 @@ def main() -> None:
     lengths = [length for run in ours for length in lengths_of(run)]
     about = f"`python bench/figures.py {' '.join(sys.argv[1:])}`: preset {args.preset}, {args.steps} steps, "
     about += f"{args.seeds} seeds, {platform.machine()}, {len(os.sched_getaffinity(0))} cores, "
-    about += f"{minutes(runs):.0f} minutes of runs and {minutes({wide: of_many[wide]}):.0f} for the virtual cores; "
+    about += (
+        f"{minutes(runs):.0f} minutes of runs and {minutes({wide: of_many[wide]}):.0f} of those for virtual cores; "
+    )
     about += f"longest completion {max(lengths)} tokens, mean {statistics.fmean(lengths):.1f}; medians (range)"
     text = "\n".join([about, "", *table_of(runs, predicted, args.target), "", *many, "", *rates, ""])
     (args.out / f"{args.preset}.md").write_text(text)

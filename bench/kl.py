@@ -264,6 +264,7 @@ def main() -> None:
     cfg, folder = presets()[args.preset](), args.runs_dir / f"{args.preset}-versions-{args.steps}"
     train(cfg, folder, args.steps, args.preset)
     Place("cpu", tuple(sorted(os.sched_getaffinity(0))[:1]), 1).enter()
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     args.out.mkdir(parents=True, exist_ok=True)
     rollout = with_ratios(cfg, folder, most_versions(read_lines(folder / "rollouts.jsonl")))
     (args.out / f"{args.preset}_rollout.html").write_text(rollout_html(rollout))
