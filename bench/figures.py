@@ -591,9 +591,7 @@ def main() -> None:
     lengths = [length for run in ours for length in lengths_of(run)]
     about = f"`python bench/figures.py {' '.join(sys.argv[1:])}`: preset {args.preset}, {args.steps} steps, "
     about += f"{args.seeds} seeds, {platform.machine()}, {len(os.sched_getaffinity(0))} cores, "
-    about += (
-        f"{minutes(runs):.0f} minutes of runs and {minutes({wide: of_many[wide]}):.0f} of those for virtual cores; "
-    )
+    about += f"{minutes(runs):.0f} minutes of runs, {minutes({wide: of_many[wide]}):.0f} more for virtual cores; "
     about += f"longest completion {max(lengths)} tokens, mean {statistics.fmean(lengths):.1f}; medians (range)"
     text = "\n".join([about, "", *table_of(runs, predicted, args.target), "", *many, "", *rates, ""])
     (args.out / f"{args.preset}.md").write_text(text)
