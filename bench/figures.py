@@ -36,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
+from bench import model  # noqa: E402
 from bench.model import Split, best_split, finish, pyplot  # noqa: E402
 from bench.report import read_lines  # noqa: E402
 from bench.simulate import Machine, Simulation, Trace  # noqa: E402
@@ -311,11 +312,29 @@ def seconds_per_token(runs: list[Finished]) -> float:
     return sum(line["train_s"] for line in steps) / sum(line["tokens"] for line in steps)
 
 
-def predict(cfg: Config, of: Finished, args) -> Trace:
-    """The run as bench/simulate.py sees it: its lengths, its time to train on a token, the machine's decode steps."""
+def changed(cfg: Config, of: Finished, args) -> Config:
     import tyro
 
-    made = tyro.cli(Config, default=cfg, args=[*of.system.argv(cfg), "--steps", str(args.steps)])
+    return tyro.cli(Config, default=cfg, args=[*of.system.argv(cfg), "--steps", str(args.steps)])
+
+
+def by_formula(cfg: Config, of: Finished, args) -> float:
+    """Tokens/s by the equations of bench/model.py, from what `predict` has too. Async is half of each: it generates
+    as conventional does and trains as the pipeline, on one core each."""
+    cores, made = Cores(of.decode, seconds_per_token([of]), lengths_of(of)), changed(cfg, of, args)
+    best, u = cores.utilisation()  # a flash is 1 / best
+    table, tau, lengths = ((0, 0.0), *u.items()), made.trainers * cores.per_token * best, cores.lengths
+    if of.system.schedule == "pipeline":
+        spread = max(lengths) / statistics.fmean(lengths)
+        return best * model.pipeline(2, made.actor.sequences, 1, cfg.batch_size, spread, table, tau).r
+    phase = cfg.batch_size, of.system.g, model.survivors_of(lengths), table, tau
+    rate = model.conventional(made.actors, *phase)
+    return best * (rate.r if of.system.schedule == "conventional" else min(rate.r_gen, rate.r_train))
+
+
+def predict(cfg: Config, of: Finished, args) -> Trace:
+    """The run as bench/simulate.py sees it: its lengths, its time to train on a token, the machine's decode steps."""
+    made = changed(cfg, of, args)
     per_token = seconds_per_token([of])
     publish = statistics.fmean(line["publish_s"] for line in of.steps)
     train = lambda tokens: tokens * per_token + publish  # noqa: E731
@@ -426,10 +445,12 @@ def median(values) -> float:
     return float(np.median(list(values)))
 
 
-def table_of(runs: dict[System, list[Finished]], predicted: dict[System, float], target: float) -> list[str]:
+def table_of(
+    runs: dict[System, list[Finished]], predicted: dict[System, float], formula: dict[System, float], target: float
+) -> list[str]:
     """A line a system; gains are of medians, pipeline over the system in question."""
     first = next(iter(runs))
-    heads = ["", "tokens/s", "predicted", "÷ predicted", "pipeline's gain", "predicted", "÷ predicted"]
+    heads = ["", "tokens/s", "predicted", "÷ predicted", "÷ formula", "pipeline's gain", "predicted", "÷ predicted"]
     heads += [f"s to reward {target:.2f}", "pipeline is faster by", "less hand-over", "hand-over, %", "held-out"]
     heads += ["lag mean / max", "ESS mean / min"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
@@ -446,6 +467,7 @@ def table_of(runs: dict[System, list[Finished]], predicted: dict[System, float],
             spread([run.tokens_per_s for run in found]),
             f"{predicted[system]:.0f}",
             f"{rates[system] / predicted[system]:.2f}",
+            f"{rates[system] / formula[system]:.2f}",
             f"{gain:.2f}",
             f"{expected:.2f}",
             f"{gain / expected:.2f}",
@@ -574,6 +596,7 @@ def main() -> None:
     compared_s = time.monotonic() - start
     rate_of = lambda of: predict(cfg, of, args).tokens_per_time(of.system.begin(args.steps))  # noqa: E731
     predicted = {system: median(map(rate_of, found)) for system, found in runs.items()}
+    formula = {system: median(by_formula(cfg, of, args) for of in found) for system, found in runs.items()}
     ours = runs[systems[0]]
     decode = Decoding.mean([of.decode for found in runs.values() for of in found])
     cores = Cores(decode, seconds_per_token(ours), lengths_of(ours[0]))
@@ -593,7 +616,7 @@ def main() -> None:
     about += f"{args.seeds} seeds, {platform.machine()}, {len(os.sched_getaffinity(0))} cores, "
     about += f"{minutes(runs):.0f} minutes of runs, {minutes({wide: of_many[wide]}):.0f} more for virtual cores; "
     about += f"longest completion {max(lengths)} tokens, mean {statistics.fmean(lengths):.1f}; medians (range)"
-    text = "\n".join([about, "", *table_of(runs, predicted, args.target), "", *many, "", *rates, ""])
+    text = "\n".join([about, "", *table_of(runs, predicted, formula, args.target), "", *many, "", *rates, ""])
     (args.out / f"{args.preset}.md").write_text(text)
     print(text)
     took = f"this call took {(time.monotonic() - start) / 60:.1f} minutes, {compared_s / 60:.1f} of them for the runs "

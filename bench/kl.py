@@ -18,6 +18,7 @@ import html
 import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -269,8 +270,12 @@ def main() -> None:
     rollout = with_ratios(cfg, folder, most_versions(read_lines(folder / "rollouts.jsonl")))
     (args.out / f"{args.preset}_rollout.html").write_text(rollout_html(rollout))
     draw_rollout(rollout, args.out / f"{args.preset}_rollout.png")
-    found = measure(cfg, folder, args)
-    (args.out / f"{args.preset}_kl.json").write_text(json.dumps({"lags": args.lags} | found) + "\n")
+    kept = folder / f"kl-{args.g_max}-{args.prompts}.json"  # a second call only draws
+    if not kept.exists():
+        kept.write_text(json.dumps({"lags": args.lags} | measure(cfg, folder, args)) + "\n")
+    shutil.copy(kept, args.out / f"{args.preset}_kl.json")
+    found = json.loads(kept.read_text())
+    del found["lags"]
     draw(found, args, args.out / f"{args.preset}_kl.png")
 
 
