@@ -163,8 +163,8 @@ class Preprocessor:
 
     def issue(self, prompt: Prompt) -> bool:
         """To the actor that has the fewest groups, of those that can take one: not to one whose weights stand still for
-        an evaluation, unless it is the only one."""
-        evaluates = self.cfg.actors > 1 and self.evaluation.groups is not None
+        an evaluation, unless it is the only one, or a phase has the same weights."""
+        evaluates = self.cfg.schedule == "pipeline" and self.cfg.actors > 1 and self.evaluation.groups is not None
         load = Counter(actor for actor, _ in self.issued.values())
         for actor in sorted(range(evaluates, self.cfg.actors), key=lambda actor: load[actor]):
             up = self.channels.actors[actor] == ActorState.UP
@@ -299,12 +299,13 @@ def main(cfg: Config, channels: Channels, start: Start, _: int, device_name: str
         time.sleep(0.01)  # the trainer publishes the checkpoint's weights first
     while cfg.schedule != "pipeline" and ActorState.STARTING in list(channels.actors) and not channels.stop.value:
         time.sleep(0.01)  # a phase is for all engines
+    rest_s = 0.02 if cfg.schedule == "pipeline" else 0.005  # new weights may have come, which a whole phase waits for
     while not preprocessor.done and not channels.stop.value:
         for actor in (i for i, state in enumerate(channels.actors) if state == ActorState.DEAD):
             preprocessor.take_back(actor)
         preprocessor.issue_eval()
         preprocessor.issue_prompts()
-        group = channels.rollouts.get(timeout_s=0.005)  # not longer: new weights may have come that a phase waits for
+        group = channels.rollouts.get(timeout_s=rest_s)
         if group is not None and group.prompt.is_eval:
             preprocessor.take_eval(group)
         elif group is not None:

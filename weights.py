@@ -100,13 +100,10 @@ class Background(threading.Thread):
 def gathered(
     tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors, cast; those that FSDP2 has sharded in rows are made whole, as many in one collective as fill a
+    """The tensors, cast. If FSDP2 has sharded them, in rows, they are made whole, as many in one collective as fill a
     bucket (one each takes gloo a millisecond). All ranks iterate together."""
-    bucket: dict[str, DTensor] = {}
+    bucket: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
-        if not isinstance(tensor, DTensor):
-            yield name, tensor.to(dtype)
-            continue
         bucket[name] = tensor
         if sum(tensor.numel() for tensor in bucket.values()) * dtype.itemsize >= bucket_bytes:
             yield from _gather(bucket, dtype)
@@ -115,18 +112,21 @@ def gathered(
         yield from _gather(bucket, dtype)
 
 
-def _gather(bucket: dict[str, DTensor], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    mesh, parts = next(iter(bucket.values())).device_mesh, []
-    for tensor in bucket.values():
-        local, rows = tensor.to_local(), -(-len(tensor) // mesh.size())  # the last ranks may have fewer, or none
-        padding = local.new_zeros(rows - len(local), *local.shape[1:])
-        parts.append(torch.cat([local, padding]).to(dtype).flatten())
-    mine = torch.cat(parts)
-    every = mine.new_empty(mesh.size() * len(mine))
-    dist.all_gather_into_tensor(every, mine, group=mesh.get_group())
-    columns = every.view(mesh.size(), -1).split([len(part) for part in parts], dim=1)
-    for (name, tensor), column in zip(bucket.items(), columns, strict=True):
-        yield name, column.reshape(-1, *tensor.shape[1:])[: len(tensor)]
+def _gather(bucket: dict[str, torch.Tensor], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    first = next(iter(bucket.values()))
+    if not isinstance(first, DTensor):
+        yield from ((name, tensor.to(dtype)) for name, tensor in bucket.items())
+        return
+    ranks, group = first.device_mesh.size(), first.device_mesh.get_group()
+    sizes = [-(-len(tensor) // ranks) * tensor.shape[1:].numel() for tensor in bucket.values()]  # of a rank's rows
+    mine = torch.zeros(sum(sizes), dtype=dtype, device=first.device)
+    for part, tensor in zip(mine.split(sizes), bucket.values(), strict=True):
+        local = tensor.to_local().flatten()  # the last ranks may have fewer rows, or none
+        part[: len(local)] = local
+    every = mine.new_empty(ranks * len(mine))
+    dist.all_gather_into_tensor(every, mine, group=group)
+    for (name, tensor), rows in zip(bucket.items(), every.view(ranks, -1).split(sizes, dim=1), strict=True):
+        yield name, rows.reshape(-1, *tensor.shape[1:])[: len(tensor)]
 
 
 class SharedMemoryWeights:

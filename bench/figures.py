@@ -9,7 +9,8 @@ are kept: a second call only draws. Tables and PNGs go to --out. Time counts fro
 
 The prediction beside each throughput is bench/simulate.py's, from the lengths of the run, its own time to train on a
 token, and two measurements made before and after each run, on both cores at once, for a shared machine is not every
-minute the same: the time of a decode step against its batch, and what a sequence takes beside.
+minute the same: the time of a decode step against its batch, and what a sequence takes beside. "Formula" is what the
+equations of bench/model.py alone make of the same.
 
 bench/kl.py, which this calls too, draws the divergence against lag and one rollout token by token.
 """
@@ -24,6 +25,7 @@ import os
 import platform
 import queue
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -54,13 +56,14 @@ class System:
 
     schedule: str
     g: int = 1
-    in_flight: int = 0  # of a pipeline for more cores, with its max_lag; 0: both are the preset's
-    max_lag: int = 0
+    in_flight: int = 0  # pipeline
+    max_lag: int = 0  # pipeline
+    wide: bool = False  # pipeline: as much in flight as more cores have
 
     @property
     def name(self) -> str:
         if self.schedule == "pipeline":
-            return f"pipeline H={self.in_flight} lag={self.max_lag}" if self.in_flight else "pipeline"
+            return f"pipeline H={self.in_flight} lag={self.max_lag}" if self.wide else "pipeline"
         return f"{self.schedule} G={self.g}"
 
     def begin(self, steps: int) -> int:
@@ -70,8 +73,7 @@ class System:
     def argv(self, cfg: Config) -> list[str]:
         """What makes it of a preset, on two cores."""
         if self.schedule == "pipeline":
-            wide = ["--actor.sequences", str(self.in_flight), "--max-lag", str(self.max_lag)]
-            return wide if self.in_flight else []
+            return ["--actor.sequences", str(self.in_flight), "--max-lag", str(self.max_lag)]
         n = 2 if self.schedule == "conventional" else 1
         phase = cfg.batch_size * self.g
         argv = ["--schedule", self.schedule, "--G", str(self.g), "--max-lag", "None"]
@@ -89,7 +91,7 @@ class Finished:
     steps: list[dict]
     actors: list[dict]
     rollouts: list[dict]
-    decode: "Decoding"
+    decode: "Decoding | None"  # around it
 
     @property
     def up_s(self) -> float:
@@ -148,12 +150,17 @@ class Finished:
         return statistics.fmean(line[key] for line in self.steps if line[key] is not None)
 
 
-def run(system: System, seed: int, cfg: Config, decoders: "Decoders", args) -> Finished:
-    """Start it, unless it is there already; what the machine can do is measured before and after."""
+def run(system: System, seed: int, cfg: Config, decoders: "Decoders | None", args) -> Finished:
+    """Start it, unless it is there already; what the machine can do is measured before and after, if it is asked."""
     name = f"{args.preset}-{system.name.replace(' ', '-')}-{args.steps}-{seed}"
-    folder, measured = args.runs_dir / name, args.runs_dir / f"{name}-decode.json"
-    if len(read_lines(folder / "metrics.jsonl")) < args.steps or not measured.exists():
-        before = decoders.last or decoders.measure()
+    folder, measured = args.runs_dir / name, args.runs_dir / f"{name}-decode-{len(args.batches)}.json"
+    known = measured.exists() or not decoders
+    if known and len(read_lines(folder / "metrics.jsonl")) >= args.steps:
+        if decoders:
+            decoders.last = None  # whatever was measured was measured before a pause
+    else:
+        before = decoders and (decoders.last or decoders.measure())
+        shutil.rmtree(args.runs_dir / f"held-out-{name}", ignore_errors=True)  # it is of other weights
         argv = ["--runs-dir", str(args.runs_dir), "--name", name, "--overwrite", "--seed", str(seed)]
         argv += ["--steps", str(args.steps), "--eval.every", "0", "--show-every", "0", "--log", "none"]
         command = [sys.executable, "launch.py", args.preset, *argv, *system.argv(cfg)]
@@ -162,11 +169,10 @@ def run(system: System, seed: int, cfg: Config, decoders: "Decoders", args) -> F
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\nended with exit code {done.returncode}:\n{done.stdout[-3000:]}")
         print(f"{system.name}, seed {seed}: {time.monotonic() - start:.0f} s", flush=True)
-        Decoding.mean([before, decoders.measure()]).write(measured)
-    else:
-        decoders.last = None  # whatever was measured was measured before a pause
+        if decoders:
+            Decoding.mean([before, decoders.measure()]).write(measured)
     lines = [read_lines(folder / f"{name}.jsonl") for name in ("metrics", "actors", "rollouts")]
-    return Finished(system, seed, folder, *lines, Decoding.read(measured))
+    return Finished(system, seed, folder, *lines, Decoding.read(measured) if decoders else None)
 
 
 def evaluate(runs: list[Finished], args) -> None:
@@ -234,7 +240,8 @@ def measure_decode(engine, batches: tuple[int, ...]) -> Decoding:
             times += steps[1:-1]
             beside.append((batch, (time.monotonic() - whole - len(steps) * statistics.median(steps)) / batch))
         seconds[batch] = statistics.median(times)
-    return Decoding(seconds, max(0.0, statistics.median([each for batch, each in beside if batch >= 32])))
+    of_one_prefill = [each for batch, each in beside if 32 <= batch <= 128]  # of more, not all begin in the same step
+    return Decoding(seconds, max(0.0, statistics.median(of_one_prefill)))
 
 
 def keep_engine(cfg: Config, batches: tuple[int, ...], core: int, orders, results) -> None:
@@ -250,7 +257,8 @@ def keep_engine(cfg: Config, batches: tuple[int, ...], core: int, orders, result
 
 
 class Decoders:
-    """An engine on each of two cores; both measure at once, and take no time in between. Started when needed."""
+    """An engine on each of two cores; both measure at once, and take 1% of their cores in between. Started when
+    needed."""
 
     def __init__(self, cfg: Config, batches: tuple[int, ...]):
         self.cfg, self.batches, self.context = cfg, batches, multiprocessing.get_context("spawn")
@@ -319,14 +327,14 @@ def changed(cfg: Config, of: Finished, args) -> Config:
 
 
 def by_formula(cfg: Config, of: Finished, args) -> float:
-    """Tokens/s by the equations of bench/model.py, from what `predict` has too. Async is half of each: it generates
-    as conventional does and trains as the pipeline, on one core each."""
-    cores, made = Cores(of.decode, seconds_per_token([of]), lengths_of(of)), changed(cfg, of, args)
+    """Tokens/s by the equations of bench/model.py, from what `predict` has too, as if no phase were cut short. Async
+    is half of each: it generates as conventional does and trains as the pipeline, on one core each."""
+    made, lengths = changed(cfg, of, args), lengths_of(of)
+    cores = Cores(of.decode, made.trainers * seconds_per_token([of]), lengths)
     best, u = cores.utilisation()  # a flash is 1 / best
-    table, tau, lengths = ((0, 0.0), *u.items()), made.trainers * cores.per_token * best, cores.lengths
+    table, tau = ((0, 0.0), *u.items()), cores.per_token * best
     if of.system.schedule == "pipeline":
-        spread = max(lengths) / statistics.fmean(lengths)
-        return best * model.pipeline(2, made.actor.sequences, 1, cfg.batch_size, spread, table, tau).r
+        return best * model.pipeline(2, made.actor.sequences, 1, cfg.batch_size, table=table, tau=tau).r
     phase = cfg.batch_size, of.system.g, model.survivors_of(lengths), table, tau
     rate = model.conventional(made.actors, *phase)
     return best * (rate.r if of.system.schedule == "conventional" else min(rate.r_gen, rate.r_train))
@@ -338,7 +346,8 @@ def predict(cfg: Config, of: Finished, args) -> Trace:
     per_token = seconds_per_token([of])
     publish = statistics.fmean(line["publish_s"] for line in of.steps)
     train = lambda tokens: tokens * per_token + publish  # noqa: E731
-    machine = Machine(made.actors, made.actor.sequences, of.decode, train, start=of.decode.beside)
+    queued = 4 if made.schedule == "pipeline" else made.phase_steps * made.groups_per_batch
+    machine = Machine(made.actors, made.actor.sequences, of.decode, train, start=of.decode.beside, queued=queued)
     return simulated(made, machine, lengths_of(of))
 
 
@@ -377,8 +386,8 @@ class Cores:
         engines one by one (a group of 8 on one engine would leave most of 128 idle)."""
         cfg = dataclasses.replace(cfg, group_size=1, steps=steps)
         if system.schedule == "pipeline":
-            made = dataclasses.replace(cfg, max_lag=system.max_lag or cfg.max_lag)
-            split = self.split(cfg, n, made.max_lag)
+            split = self.split(cfg, n, system.max_lag)
+            made = dataclasses.replace(cfg, max_lag=system.max_lag)
             engines, sequences, trainers = split.generating, split.sequences, n - split.generating
         else:
             made = dataclasses.replace(cfg, schedule="conventional", phase_steps=system.g, max_lag=None)
@@ -404,14 +413,13 @@ def virtual(runs: dict[System, list[Finished]], cores: Cores, cfg: Config, args)
             at = np.flatnonzero(rewards[SMOOTH - 1 :] >= args.target)
             times[system] = clock[SMOOTH - 1 + at[0]] if len(at) else np.nan
         ax.set(xlabel="virtual seconds", ylabel="reward", title=f"N = {n}")
-        split, lags = cores.split(cfg, n, wide.max_lag or cfg.max_lag), np.concatenate(traces[wide].lags)
+        split, lags = cores.split(cfg, n, wide.max_lag), np.concatenate(traces[wide].lags)
         cells = [f"{n}", f"{split.sequences}, {split.generating}", f"{lags.mean():.1f} / {lags.max()}"]
         cells.append(f"{times[wide]:.1f}")
         cells += [f"{times[system]:.1f}; {times[system] / times[wide]:.2f}" for system in others]
         lines.append("| " + " | ".join([*cells, best_as_good(runs, times)]) + " |")
     finish(figure, axes, args.out / f"{args.preset}_virtual.png")
-    about = f"The runs behind the pipeline's reward: {wide.in_flight or cfg.actor.sequences} in flight, max_lag "
-    about += f"{wide.max_lag or cfg.max_lag}, mean lag "
+    about = f"The runs behind the pipeline's reward: {wide.in_flight} in flight, max_lag {wide.max_lag}, mean lag "
     about += f"{median(run.mean('lag_mean') for run in runs[wide]):.1f}, held-out success "
     return [*lines, "", about + spread([run.success for run in runs[wide]], ".3f")]
 
@@ -586,26 +594,31 @@ def main() -> None:
     args.runs_dir, start = args.runs_dir.resolve(), time.monotonic()
     args.runs_dir.mkdir(parents=True, exist_ok=True)
     cfg = presets()[args.preset]()
-    systems = [System("pipeline"), System("async", args.g[min(1, len(args.g) - 1)])]
+    systems = [
+        System("pipeline", 1, cfg.actor.sequences, cfg.max_lag),
+        System("async", args.g[min(1, len(args.g) - 1)]),
+    ]
     systems += [System("conventional", g) for g in args.g]
     runs, decoders = {system: [] for system in systems}, Decoders(cfg, args.batches)
     for seed in range(args.seeds):  # in turns: whatever else the machine does it does to all
         for system in systems:
             runs[system].append(run(system, seed, cfg, decoders, args))
+    decoders.close()
     draw_divergence(args)
     compared_s = time.monotonic() - start
-    rate_of = lambda of: predict(cfg, of, args).tokens_per_time(of.system.begin(args.steps))  # noqa: E731
-    predicted = {system: median(map(rate_of, found)) for system, found in runs.items()}
+    predicted = {
+        system: median(predict(cfg, of, args).tokens_per_time(system.begin(args.steps)) for of in found)
+        for system, found in runs.items()
+    }
     formula = {system: median(by_formula(cfg, of, args) for of in found) for system, found in runs.items()}
     ours = runs[systems[0]]
     decode = Decoding.mean([of.decode for found in runs.values() for of in found])
     cores = Cores(decode, seconds_per_token(ours), lengths_of(ours[0]))
     lag = args.lag or cfg.max_lag
     in_flight = max(split.sequences * split.generating for split in (cores.split(cfg, n, lag) for n in args.n))
-    wide = systems[0] if args.quick else System("pipeline", in_flight=in_flight, max_lag=lag)
-    of_many = {wide: [run(wide, seed, cfg, decoders, args) for seed in range(args.seeds)]}
+    wide = systems[0] if args.quick else System("pipeline", 1, in_flight, lag, wide=True)  # quick: a run less
+    of_many = {wide: [run(wide, seed, cfg, None, args) for seed in range(args.seeds)]}
     of_many |= {system: runs[system] for system in systems[2:]}
-    decoders.close()
     evaluate([run for found in {**runs, **of_many}.values() for run in found], args)
     many, rates = virtual(of_many, cores, cfg, args), rates_of(cores, matmul_table(args))
     draw_learning(runs, args.out / f"{args.preset}_learning.png")

@@ -321,6 +321,10 @@ def test_phase_is_issued_at_once_so_that_its_engines_begin_with_full_batches():
     one.channels = dataclasses.replace(one.channels, prompts=real.prompts)
     one.issue_prompts()
     assert [len(queue) for queue in one.channels.prompts] == [2 * cfg.groups_per_batch] * 2
+    evaluates = preprocessor(changed(cfg, eval=dict(every=50, prompts=3)))
+    evaluates.issue_eval()  # of the version that the phase has
+    evaluates.issue_prompts()
+    assert [len(queue) for queue in evaluates.channels.prompts] == [2 * cfg.groups_per_batch] * 2
 
 
 # ---------------------------------------------------------------- actors that die

@@ -189,11 +189,11 @@ def test_publish_that_fails_leaves_no_rank_waiting_for_another():
         def publish(self, version, weights):
             raise ConnectionError("lost")
 
-    one, gathered = trainer(TINY), []
-    one.weights = lambda dtype: (gathered.append(name) or (name, None) for name in one.layout)
+    one, seen = trainer(TINY), []
+    one.weights = lambda dtype: (seen.append(name) or (name, None) for name in one.layout)
     with pytest.raises(ConnectionError):
         one.publish(Lost(), 1)
-    assert gathered == list(one.layout)
+    assert seen == list(one.layout)
 
 
 def gather_in_buckets(monkeypatch) -> None:
