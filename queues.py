@@ -173,6 +173,8 @@ class Queue(ABC):
     launcher says so.
     """
 
+    first_rest_s = 0.0001  # then twice as long, up to 0.1
+
     def __init__(self, name: str, slots: int, stop):
         self.name, self.slots, self.stop = name, slots, stop
         self.waits_for = ""  # what a call that takes long is waiting for; read by the role's `Life`
@@ -188,7 +190,7 @@ class Queue(ABC):
         return decode(data) if data else None
 
     def _wait(self, attempt: Callable[[], Any], what: str, timeout_s: float) -> Any:
-        deadline, rest_s, self.waits_for = None, 0.0001, what  # before the attempt: a store may not answer
+        deadline, rest_s, self.waits_for = None, self.first_rest_s, what  # before the attempt: a store may not answer
         while not (done := attempt()) and timeout_s > 0:
             deadline = deadline or time.monotonic() + timeout_s
             if (left_s := deadline - time.monotonic()) <= 0:

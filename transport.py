@@ -17,6 +17,8 @@ class SharedMemoryQueue(Queue):
     kernel takes from a process that is killed; semaphores only wake those who wait.
     """
 
+    first_rest_s = 0.1  # a message or room ends it
+
     def __init__(self, name: str, slots: int, slot_bytes: int, context, stop):
         super().__init__(name, slots, stop)
         self.slot_bytes, self._memory = slot_bytes, SharedMemory(slots * slot_bytes)

@@ -116,6 +116,16 @@ def test_empty_queue_makes_the_consumer_wait_as_long_as_it_likes_or_until_all_ar
     assert queue.get(timeout_s=0).kind == "last words", "a wait of a known length is not ended: the launcher's"
 
 
+def test_who_waits_is_woken_and_does_not_poll(monkeypatch):
+    queue, looks = make_queue(), []
+    read = queue._read
+    monkeypatch.setattr(queue, "_read", lambda: looks.append(1) or read())
+    assert queue.get(timeout_s=0.25) is None and len(looks) <= 5
+    looks.clear()
+    threading.Timer(0.05, queue.put, (Report("note", {"what": "woken"}),)).start()
+    assert queue.get(timeout_s=60).values == {"what": "woken"} and len(looks) <= 4
+
+
 def test_message_larger_than_a_slot_is_refused_with_its_size():
     with pytest.raises(ValueError, match=r"does not fit the 1,000 of a slot in the queue of things"):
         make_queue(slot_bytes=1000).put(Report("step", {"text": "x" * 2000}))
