@@ -163,6 +163,8 @@ def run(system: System, seed: int, cfg: Config, decoders: "Decoders | None", arg
         shutil.rmtree(args.runs_dir / f"held-out-{name}", ignore_errors=True)  # it is of other weights
         argv = ["--runs-dir", str(args.runs_dir), "--name", name, "--overwrite", "--seed", str(seed)]
         argv += ["--steps", str(args.steps), "--eval.every", "0", "--show-every", "0", "--log", "none"]
+        if args.quick and system.schedule == "pipeline":  # bench/kl.py takes this run, and makes none of its own
+            argv += ["--checkpoint-every", "1", "--keep-checkpoints", str(args.steps)]
         command = [sys.executable, "launch.py", args.preset, *argv, *system.argv(cfg)]
         start = time.monotonic()
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -281,9 +283,10 @@ class Decoders:
             orders.put(False)
 
 
-def draw_divergence(args) -> None:
-    """bench/kl.py, in a process of its own: it has an engine."""
-    command = [sys.executable, "bench/kl.py", "--preset", args.preset, *(["--quick"] if args.quick else [])]
+def draw_divergence(of: Finished, args) -> None:
+    """bench/kl.py, in a process of its own: it has an engine. quick: of a run that is there."""
+    quick = ["--quick", "--run", str(of.folder)] if args.quick else []
+    command = [sys.executable, "bench/kl.py", "--preset", args.preset, *quick]
     command += ["--runs-dir", str(args.runs_dir), "--out", str(args.out.resolve())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -604,7 +607,7 @@ def main() -> None:
         for system in systems:
             runs[system].append(run(system, seed, cfg, decoders, args))
     decoders.close()
-    draw_divergence(args)
+    draw_divergence(runs[systems[0]][0], args)
     compared_s = time.monotonic() - start
     predicted = {
         system: median(predict(cfg, of, args).tokens_per_time(system.begin(args.steps)) for of in found)

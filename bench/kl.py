@@ -1,9 +1,9 @@
 """How far from on-policy is data that several policies have written? And a picture of one rollout, token by token.
 
-    python bench/kl.py [--preset tiny] [--steps 90] [--g-max 16] [--quick]
+    python bench/kl.py [--preset tiny] [--steps 90] [--g-max 16] [--run FOLDER] [--quick]
 
-First a run of the preset that keeps a checkpoint of every version. Then, at three stages v of its training and for
-lags g up to g-max, an engine samples the same prompts
+First a run of the preset that keeps a checkpoint of every version (or --run, one that has). Then, at three stages v of
+its training and for lags g up to g-max, an engine samples the same prompts
     conventional   by version v alone
     kept           in flight: from v on towards v + g, a version every L/g-max tokens (the first after two of those, so
                    that the last two hardly sample), with the KV cache that older versions have left
@@ -254,15 +254,18 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs/figures"))
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--run", type=Path, help="folder of a run of the preset that kept the checkpoint of every step")
     parser.add_argument("--quick", action="store_true", help="few steps and lags: shows that all of it works")
     args = parser.parse_args()
     if args.quick:
         args.steps, args.g_max, args.prompts = 12, 4, 32
+    if args.run:
+        args.steps = len(read_lines(args.run / "metrics.jsonl"))
     most = args.steps - args.g_max
     args.stages = sorted({most // 8, most // 2, most})
     args.lags = sorted({0, 1, *range(2, args.g_max, max(1, args.g_max // 8)), args.g_max})
     args.runs_dir = args.runs_dir.resolve()
-    cfg, folder = presets()[args.preset](), args.runs_dir / f"{args.preset}-versions-{args.steps}"
+    cfg, folder = presets()[args.preset](), args.run or args.runs_dir / f"{args.preset}-versions-{args.steps}"
     train(cfg, folder, args.steps, args.preset)
     Place("cpu", tuple(sorted(os.sched_getaffinity(0))[:1]), 1).enter()
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"

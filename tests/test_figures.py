@@ -81,7 +81,7 @@ def test_divergence_is_nothing_on_policy_and_a_rollout_is_drawn_token_by_token(c
         assert curves["conventional"][-1] > 10 * curves["conventional"][0], "other weights are another policy"
     page = (compared / "out" / "tiny_rollout.html").read_text()
     (rollout,) = [
-        line for line in read_lines(compared / "runs" / "tiny-versions-12" / "rollouts.jsonl")
+        line for line in read_lines(compared / "runs" / "tiny-pipeline-16-0" / "rollouts.jsonl")
         if f"trained at step {line['step']}<" in page and repr(line["prompt"]).strip("'") in page
     ]  # fmt: skip
     cells = re.findall(r"<td.*?<b>(.*?)</b><br>v(\d+)<br>lag (-?\d+)<br>([\d.]+)</td>", page)

@@ -27,7 +27,7 @@ def preset() -> Config:
             prefix_caching=False,
             enforce_eager=True,
         ),
-        preprocess=PreprocessConfig(max_tokens_per_microbatch=2048, order="finished", ready_batches=3),
+        preprocess=PreprocessConfig(max_tokens_per_microbatch=2048, order="finished", ready_batches=2),
         train=TrainConfig(lr=3e-4, warmup_steps=20, lr_schedule="linear"),
         eval=EvalConfig(data=(f"{HERE}/task.py:held_out_rows",), every=50, prompts=256, greedy=False),
     )
