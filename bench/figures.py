@@ -29,6 +29,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -246,8 +247,15 @@ def measure_decode(engine, batches: tuple[int, ...]) -> Decoding:
     return Decoding(seconds, max(0.0, statistics.median(of_one_prefill)))
 
 
+def end_with_parent() -> None:
+    """However it ends: else this process would wait for its orders for ever."""
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
 def keep_engine(cfg: Config, batches: tuple[int, ...], core: int, orders, results) -> None:
     """A process of its own: an engine, a measurement for every order."""
+    end_with_parent()
     Place("cpu", (core,), 1).enter()
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     from actor import Engine

@@ -12,6 +12,27 @@ from conftest import ROOT
 from bench.report import read_lines
 
 
+def test_process_of_an_engine_ends_with_a_command_that_is_killed():
+    """Only when all that hold its output have ended does this return."""
+    script = """
+import multiprocessing, os, signal, time
+from bench.figures import end_with_parent
+
+def child(ready):
+    end_with_parent()
+    ready.set()
+    time.sleep(600)
+
+context = multiprocessing.get_context("fork")
+ready = context.Event()
+context.Process(target=child, args=(ready,), daemon=True).start()
+ready.wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, timeout=60)
+    assert done.returncode == -9, done.stderr.decode()
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("figures")
