@@ -332,6 +332,7 @@ def seconds_per_token(runs: list[Finished]) -> float:
 
 
 def changed(cfg: Config, of: Finished, args) -> Config:
+    """The preset as that run had it."""
     import tyro
 
     return tyro.cli(Config, default=cfg, args=[*of.system.argv(cfg), "--steps", str(args.steps)])
@@ -583,7 +584,7 @@ def rates_of(cores: Cores, matmul: dict[int, float]) -> list[str]:
 # ---------------------------------------------------------------- main
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--seeds", type=int, default=3)
@@ -602,9 +603,15 @@ def main() -> None:
         args.seeds, args.steps, args.g, args.target = 1, 16, [4], 0.45
     args.prompts = 64 if args.quick else 512  # held out, four samples each
     args.batches = BATCHES[::5] if args.quick else BATCHES
-    args.runs_dir, start = args.runs_dir.resolve(), time.monotonic()
-    args.runs_dir.mkdir(parents=True, exist_ok=True)
+    args.runs_dir = args.runs_dir.resolve()
+    return args
+
+
+def main() -> None:
+    args, start = arguments(), time.monotonic()
     cfg = presets()[args.preset]()
+    for folder in (args.runs_dir, args.out):
+        folder.mkdir(parents=True, exist_ok=True)
     systems = [
         System("pipeline", 1, cfg.actor.sequences, cfg.max_lag),
         System("async", args.g[min(1, len(args.g) - 1)]),
