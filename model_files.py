@@ -39,6 +39,17 @@ def copy_model_files(model: Path, folder: Path) -> None:
             shutil.copy(path, folder)
 
 
+def load_tokenizer(folder: Path):
+    """What AutoTokenizer finds; but a folder that names the general class gets its own tokenizer.json as it is: beside
+    some models AutoTokenizer would put another in its place, and its import alone takes 3 s of a core."""
+    config = folder / "tokenizer_config.json"
+    if config.is_file() and json.loads(config.read_text()).get("tokenizer_class") == "TokenizersBackend":
+        from transformers import PreTrainedTokenizerFast as Tokenizer
+    else:
+        from transformers import AutoTokenizer as Tokenizer
+    return Tokenizer.from_pretrained(folder)
+
+
 def uses_chat_template(cfg: Config) -> bool:
     """Whether prompts go through the tokenizer's chat template."""
     if cfg.prompt.template != "auto":

@@ -25,6 +25,7 @@ from config import Config, Start
 from data import encoded_prompts, prompt_text
 from evaluation import Evaluation, metric_means
 from life import ActorState
+from model_files import load_tokenizer
 from packing import Sequence, make_micro_batch, pack
 from queues import Channels, MicroBatch, Prompt, Report, Rollout, RolloutGroup, StepBatch
 from schedule import make_schedule
@@ -291,9 +292,7 @@ def reference(cfg: Config, device: torch.device) -> Callable[[MicroBatch], Micro
 
 
 def main(cfg: Config, channels: Channels, start: Start, _: int, device_name: str) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+    tokenizer = load_tokenizer(cfg.model)
     preprocessor = Preprocessor(cfg, channels, start, tokenizer, reference(cfg, torch.device(device_name)))
     while channels.weights.version < start.step and not channels.stop.value:
         time.sleep(0.01)  # the trainer publishes the checkpoint's weights first

@@ -36,6 +36,7 @@ from typing import Any
 import msgspec
 
 from config import Config, RewardConfig, load_function
+from model_files import load_tokenizer
 from queues import Channels, Report, Rollout, RolloutGroup
 from verify import PACKAGES, VERIFIERS
 
@@ -307,9 +308,7 @@ class Scorer:
 
 
 def main(cfg: Config, channels: Channels, *_) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+    tokenizer = load_tokenizer(cfg.model)
     pool = Pool(load_verifier(cfg.reward.function), cfg.reward, cfg.run_dir / "logs")
     scorer = Scorer(cfg, channels, pool, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
     try:

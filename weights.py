@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memory import SharedMemory
@@ -113,6 +112,8 @@ def gathered(
 
 
 def _gather(bucket: dict[str, torch.Tensor], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    from torch.distributed.tensor import DTensor  # half a second that roles without weights need not wait for
+
     first = next(iter(bucket.values()))
     if not isinstance(first, DTensor):
         yield from ((name, tensor.to(dtype)) for name, tensor in bucket.items())

@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 from bench.model import finish, pyplot  # noqa: E402
 from bench.report import read_lines  # noqa: E402
 from config import Config, presets  # noqa: E402
+from model_files import load_tokenizer  # noqa: E402
 from placement import Place  # noqa: E402
 
 WAYS = ("conventional", "kept", "recomputed")
@@ -143,11 +144,9 @@ def divergence(versions: Versions, version: int, prompts: list[list[int]], rollo
 
 def measure(cfg: Config, folder: Path, args) -> dict[str, dict[str, list[float]]]:
     """Stage -> way -> KL at every lag of `args.lags`."""
-    from transformers import AutoTokenizer
-
     from data import encoded_prompts
 
-    tokenizer, versions = AutoTokenizer.from_pretrained(cfg.model), Versions(cfg, folder)
+    tokenizer, versions = load_tokenizer(cfg.model), Versions(cfg, folder)
     rows = encoded_prompts(cfg, cfg.data, tokenizer, Counter(), seed=12345)
     prompts = [prompt_ids for _, prompt_ids, _ in itertools.islice(rows, args.prompts)]
     wide = replace(cfg, actor=replace(cfg.actor, sequences=args.prompts))
@@ -186,12 +185,11 @@ def most_versions(rollouts: list[dict]) -> dict:
 def with_ratios(cfg: Config, folder: Path, rollout: dict) -> dict:
     """`rollout` and, a token, its lag and its ratio π/μ, π being the policy of the step that trained on it."""
     import torch
-    from transformers import AutoTokenizer
 
     from data import encoded_prompts
     from queues import Rollout
 
-    tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+    tokenizer = load_tokenizer(cfg.model)
     rows = encoded_prompts(cfg, cfg.data, tokenizer, Counter(), seed=cfg.seed)
     prompt_ids = next(ids for number, ids, _ in rows if number == rollout["group_id"])
     current = rollout["step"] - 1

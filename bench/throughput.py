@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 import launch  # noqa: E402
 import record  # noqa: E402
 from config import Config, presets  # noqa: E402
-from model_files import model_layout  # noqa: E402
+from model_files import load_tokenizer, model_layout  # noqa: E402
 from transport import make_channels  # noqa: E402
 
 BATCHES = 20  # that training alone goes through
@@ -58,14 +58,13 @@ def bench_config(folder: Path) -> Config:
 def generate_alone(cfg: Config, channels, path: Path) -> None:
     """H sequences in flight and nothing else; the first that finish become the batches of `train_alone`."""
     import torch
-    from transformers import AutoTokenizer
 
     from actor import Engine
     from data import encoded_prompts
     from packing import Sequence, make_micro_batch, pack
     from queues import StepBatch
 
-    engine, tokenizer = Engine(cfg, seed=cfg.seed, device="cpu"), AutoTokenizer.from_pretrained(cfg.model)
+    engine, tokenizer = Engine(cfg, seed=cfg.seed, device="cpu"), load_tokenizer(cfg.model)
     prompts = encoded_prompts(cfg, cfg.data, tokenizer, Counter(), seed=cfg.seed)
     in_flight, waiting, sequences, batches = {}, [], [], 0
     with path.open("w", buffering=1) as file:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, changed
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from checks import check
 from config import ConfigError, presets
 from data import check_source, checked_row, encoded_prompts, prompt_encoder, prompt_text, raw_rows, split_weight
-from model_files import model_folder, uses_chat_template
+from model_files import load_tokenizer, model_folder, uses_chat_template
 
 TINY = presets()["tiny"]()
 MODEL = ROOT / "examples" / "tiny" / "model"
@@ -48,9 +48,6 @@ def model(tmp_path_factory) -> Path:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     fast.chat_template = CHAT
     fast.save_pretrained(folder)
-    # transformers takes the tokenizer beside any qwen2 model for Qwen2's own, whatever its file says.
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
     return folder
 
 
@@ -194,7 +191,7 @@ def test_messages_beside_a_prompt_are_for_the_verifier_alone(model):
     cfg = changed(TINY, model=model)
     row = checked_row({"prompt": "Q?", "messages": messages, "answer": "42"}, "here", cfg)
     assert row["messages"] == messages
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     assert tokenizer.decode(prompt_encoder(cfg, tokenizer)(row, "here")) == "<s><user>Q?\n<assistant>"
     row = checked_row({"prompt": None, "messages": messages[:1], "answer": "42"}, "here", cfg)
     assert prompt_text(row) == "Q?" and "prompt" not in row
@@ -265,7 +262,7 @@ def test_nothing_of_ten_thousand_rows_is_lost_silently(tmp_path, model):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines) + b"\n\n")
     cfg = changed(TINY, model=model, data=(str(path),), prompt=dict(malformed="skip"), actor=dict(max_prompt_tokens=90))
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     dropped = Counter()
     found = list(encoded_prompts(cfg, cfg.data, tokenizer, dropped, seed=0, epochs=1))
     assert {row["id"] for _, _, row in found} == good and len(found) == len(good) == 9800
@@ -287,14 +284,14 @@ def test_nothing_of_ten_thousand_rows_is_lost_silently(tmp_path, model):
 def test_thousand_skipped_in_a_row_are_an_error_that_says_why(tmp_path, model):
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "abcdef", "answer": ""}])
     cfg = changed(TINY, model=model, actor=dict(max_prompt_tokens=4))
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     with pytest.raises(ConfigError, match=r"1,000 rows of .*line 1\): over 4 tokens: raise max_prompt_tokens"):
         next(encoded_prompts(cfg, [path], tokenizer, Counter(), seed=0))
 
 
 def test_held_out_prompts_are_never_trained_on(tmp_path, model):
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": str(i), "answer": ""} for i in range(10)])
-    cfg, tokenizer, dropped = changed(TINY, model=model), AutoTokenizer.from_pretrained(model), Counter()
+    cfg, tokenizer, dropped = changed(TINY, model=model), load_tokenizer(model), Counter()
     ids = {i: tuple(prompt_encoder(cfg, tokenizer)({"prompt": str(i)}, "")) for i in (3, 7)}
     found = list(encoded_prompts(cfg, [path], tokenizer, dropped, seed=0, epochs=2, held_out=set(ids.values())))
     assert sorted(row["prompt"] for _, _, row in found) == sorted("01245689" * 2) and dropped == {"held_out": 4}
@@ -305,7 +302,7 @@ def test_held_out_prompts_are_never_trained_on(tmp_path, model):
 
 def encoded(model: Path, row: dict, **prompt) -> str:
     """As text, special tokens and all."""
-    cfg, tokenizer = changed(TINY, model=model, prompt=prompt), AutoTokenizer.from_pretrained(model)
+    cfg, tokenizer = changed(TINY, model=model, prompt=prompt), load_tokenizer(model)
     return tokenizer.decode(prompt_encoder(cfg, tokenizer)(row, "here"))
 
 
@@ -328,11 +325,24 @@ def test_plain_template_puts_the_few_shot_text_before_with_exactly_one_bos(model
 
 def test_row_that_the_chat_template_refuses_is_named(model, tmp_path):
     folder = shutil.copytree(model, tmp_path / "strict")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     tokenizer.save_pretrained(folder)
     with pytest.raises(ConfigError, match="here: the chat template refuses .*roles must alternate"):
         encoded(folder, {"prompt": "1"})
+
+
+def test_tokenizer_is_that_of_the_folder_s_file_and_else_what_auto_finds(model, tmp_path):
+    """transformers takes a general tokenizer beside a qwen2 model for Qwen2's own, whatever its file says."""
+    text = "<s> 1 é漢\n"
+    for own in (model, MODEL):
+        of_file, found = Tokenizer.from_file(str(own / "tokenizer.json")), load_tokenizer(own)
+        assert found.get_vocab() == of_file.get_vocab()
+        assert found.encode(text) == of_file.encode(text).ids
+    named = shutil.copytree(model, tmp_path / "named")
+    config = json.loads((named / "tokenizer_config.json").read_text())
+    (named / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "Qwen2Tokenizer"}))
+    assert type(load_tokenizer(named)) is type(AutoTokenizer.from_pretrained(named)) is Qwen2Tokenizer
 
 
 def test_whether_there_is_a_chat_template_is_seen_in_the_files(model, tmp_path):

@@ -16,7 +16,7 @@ def test_process_of_an_engine_ends_with_a_command_that_is_killed():
     """Only when all that hold its output have ended does this return."""
     script = """
 import multiprocessing, os, signal, time
-from bench.figures import end_with_parent
+from bench.runs import end_with_parent
 
 def child(ready):
     end_with_parent()

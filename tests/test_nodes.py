@@ -168,7 +168,10 @@ def test_two_machines_learn_as_one_and_both_end_when_the_link_between_them_is_cu
         lines = a.lines("metrics.jsonl")
         steps = len(lines)
         assert groups_trained(a) == list(range(16 * steps)) and steps >= 60
-        assert max(line["lag_max"] for line in lines) <= 4 and all(line["ess"] > 0.9 for line in lines)
+        assert max(line["lag_max"] for line in lines) <= 4
+        # Wrong log-probs or old weights would lower it in most steps; in one of them a single token can: 0.41 was seen
+        # with a ratio of 73 for one of 3,407 tokens, 0.9999 in all the steps around it.
+        assert statistics.median(line["ess"] for line in lines) > 0.99
     finally:
         for process in families + [run.launcher for run in runs]:
             with contextlib.suppress(psutil.NoSuchProcess):
