@@ -231,9 +231,13 @@ class Trainer:
             """Runs in the writer's thread, once all ranks have written theirs. The launcher gives it its name then."""
             kind, values = "checkpoint", {"step": step} | batch.stream
             if error := written.exception():
-                shutil.rmtree(folder, ignore_errors=True)  # room for the next, if the disk is full
                 why = "".join(str(error).strip().splitlines()[-1:])
+                with contextlib.suppress(OSError):  # of a disk that is gone
+                    why += (
+                        f" ({shutil.disk_usage(self.cfg.run_dir).free / 2**20:,.0f} MiB free)"  # torch may not say it
+                    )
                 kind, values = "trouble", {"what": f"the checkpoint of step {step} was not written: {why}"}
+                shutil.rmtree(folder, ignore_errors=True)  # room for the next, if the disk is full
             report(kind, values)
             self.checkpoint_written.set()  # after the report: this process may end then
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, changed
 from test_data import model  # noqa: F401  a tokenizer with a chat template
-from transformers import AutoTokenizer
 
 import launch
 from checks import check
 from config import ConfigError, load_function, presets
 from data import checked_row, prompt_encoder, raw_rows
+from model_files import load_tokenizer
 from verify import VERIFIERS
 
 
@@ -34,7 +34,7 @@ def hub_dataset(folder: Path, splits: dict[str, list[dict]]) -> str:
 
 
 def first_prompt(cfg) -> tuple[str, dict]:
-    tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+    tokenizer = load_tokenizer(cfg.model)
     where, raw = next(raw_rows(cfg.data, 0, None))
     row = checked_row(raw, where, cfg)
     return tokenizer.decode(prompt_encoder(cfg, tokenizer)(row, where)), row
