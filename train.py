@@ -232,10 +232,8 @@ class Trainer:
             kind, values = "checkpoint", {"step": step} | batch.stream
             if error := written.exception():
                 why = "".join(str(error).strip().splitlines()[-1:])
-                with contextlib.suppress(OSError):  # of a disk that is gone
-                    why += (
-                        f" ({shutil.disk_usage(self.cfg.run_dir).free / 2**20:,.0f} MiB free)"  # torch may not say it
-                    )
+                with contextlib.suppress(OSError):  # torch does not always say that a disk is full
+                    why += f" ({shutil.disk_usage(self.cfg.run_dir).free / 2**20:,.0f} MiB free)"
                 kind, values = "trouble", {"what": f"the checkpoint of step {step} was not written: {why}"}
                 shutil.rmtree(folder, ignore_errors=True)  # room for the next, if the disk is full
             report(kind, values)
