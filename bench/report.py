@@ -101,7 +101,8 @@ def draw(run_dir: Path) -> None:
     right = bottom.twinx()
     line(top, steps, "reward", "-", "lightsteelblue", "reward, sampled for training")
     for key, color, how in (("eval_accuracy", "tab:red", "sampled"), ("eval_greedy", "tab:purple", "greedy")):
-        rows = [row for row in evals if key in row]
+        if not (rows := [row for row in evals if key in row]):
+            continue
         line(top, rows, key, "o-", color, f"held-out success, {how}")
         x, edges = [row["time_s"] for row in rows], [[row[f"{key}_{end}"] for row in rows] for end in ("low", "high")]
         top.fill_between(x, *edges, color=color, alpha=0.15, linewidth=0)
